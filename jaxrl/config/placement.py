@@ -174,6 +174,9 @@ def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1
     if trainer.context_strategy != "auto" and all(mesh.context == 1 for mesh in meshes):
         fix = "has no effect with mesh.context=1; set it to 'auto'"
         fail("trainer.context_strategy", trainer.context_strategy, fix)
+    if trainer.expert_exchange != "auto" and all(mesh.expert == 1 for mesh in meshes):
+        fix = "has no effect with mesh.expert=1; set it to 'auto'"
+        fail("trainer.expert_exchange", trainer.expert_exchange, fix)
     _check_rules(trainer.sharding_rules)
 
 

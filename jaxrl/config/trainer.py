@@ -25,6 +25,7 @@ _COUNTED = mapped(
     "counted only where parts have devices of their own; else all parts have all devices"
 )
 CONTEXT_STRATEGIES = ("gather", "ring", "ulysses")
+EXPERT_EXCHANGES = ("gather", "all_to_all")
 _OWN_FOLDER = "unset, in the run folder; of one run alone"
 _SEQUENCE_PARALLEL = mapped("mesh.context")
 _MODEL_CHANGES = implemented("an unknown field is an error")
@@ -233,6 +234,11 @@ class TrainerConfig(BaseConfig):
     """How devices of mesh.context attend, whose tokens are of the same rows: "gather" keys and
     values, pass them round in a "ring", or exchange tokens for heads, "ulysses"; "auto" = the first
     while these are at most 1 GiB of a layer, then the second. All give the same numbers."""
+    expert_exchange: Annotated[str, one_of("auto", *EXPERT_EXCHANGES), new()] = "auto"
+    """How tokens come to the experts of other devices of mesh.expert: each device takes those of
+    all ("gather"), or gets the ones that its experts need ("all_to_all"); "auto" = the second where
+    it sends at most 3/4 of the bytes, and 1 MiB less in a layer. Both give the same numbers; an
+    engine gathers."""
     gradient_checkpointing_use_reentrant: Annotated[bool, inert("torch only")] = False
     """Variant of torch's gradient checkpointing."""
     seed: Annotated[int, _seed] = 42

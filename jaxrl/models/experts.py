@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl.models.architecture import Experts
+from jaxrl.models.expert_exchange import GATHER, Exchange, exchange_of, over_devices
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.grouped_product import grouped_product
 from jaxrl.models.linear import LoraWeight, Weight, project, rounded
@@ -176,12 +177,13 @@ def expert_mlp(
     *,
     placement: Placement | None = None,
     kernel: str = REFERENCE,
+    exchange: str = GATHER,
     replay: Array | None = None,
 ) -> tuple[Array, Routing]:
     """Compute the sum of each token's experts by their weights, and of the shared expert.
 
     An expert is down(activation(gate y) * up y). Over a mesh with an axis `expert` each of its
-    devices has E / its size of the experts: it gathers the tokens of the others, computes what its
+    devices has E / its size of the experts: it gets the tokens of the others, computes what its
     experts make of them, and sends back sums.
 
     Args:
@@ -192,6 +194,7 @@ def expert_mlp(
         y: [B, T, D].
         placement: where rows, experts and their width are spread.
         kernel: of `GROUPED_PRODUCT`.
+        exchange: how tokens travel, see `exchange_of`.
         replay: [B, T, k], see `route`.
 
     Returns:
@@ -203,9 +206,9 @@ def expert_mlp(
     given = (routed, y.astype(jnp.float32), replay)
     run = functools.partial(_routed, experts, activation, kernel, y.dtype)
     if placement is None:
-        parts, routing = run(None, False, *given)
+        parts, routing = run(None, None, *given)
     else:
-        parts, routing = _over_mesh(experts, run, placement, *given)
+        parts, routing = _over_mesh(experts, run, placement, exchange, y.dtype, *given)
     out = parts.sum(axis=0)
     if experts.shared_width is not None:
         out = out + _shared(activation, weights, y, placement)
@@ -216,6 +219,8 @@ def _over_mesh(
     experts: Experts,
     run: Callable[..., tuple[Array, Routing]],
     placement: Placement,
+    named: str,
+    dtype: Any,
     weights: dict[str, Weight],
     y: Array,
     replay: Array | None,
@@ -225,9 +230,13 @@ def _over_mesh(
     expert = EXPERT if shards > 1 and experts.count % shards == 0 else None
     (width,) = placement.spec((experts.width,), ("mlp",))
     rows, seq = placement.spec(y.shape[:2], ("batch", "seq"))
-    gathers = expert is not None and rows is not None and expert in placement.batch_axes
+    exchange = None
+    if expert is not None and rows is not None and expert in placement.batch_axes:
+        tokens = y.shape[0] * y.shape[1] // placement.size(rows) // placement.size(seq)
+        size = jnp.dtype(dtype).itemsize
+        exchange = exchange_of(experts, y.shape[2], tokens, shards, size, named)
     # Parts are added outside: the gradient of that sum is no sum, as it would be of a psum.
-    parts = tuple(jax.tree.leaves((None if gathers else expert, width)))
+    parts = tuple(jax.tree.leaves((None if exchange else expert, width)))
     dims = {
         "experts_gate": (None, width),
         "experts_up": (None, width),
@@ -235,7 +244,7 @@ def _over_mesh(
     }
     specs = {name: _spec(w, expert, *dims.get(name, ())) for name, w in weights.items()}
     return jax.shard_map(
-        functools.partial(run, expert, gathers),
+        functools.partial(run, expert, exchange),
         mesh=placement.mesh,
         in_specs=(specs, PartitionSpec(rows, seq), PartitionSpec(rows, seq)),
         out_specs=(PartitionSpec(parts, rows, seq), PartitionSpec(rows, seq)),
@@ -267,7 +276,7 @@ def _routed(
     kernel: str,
     dtype: Any,
     expert: str | None,
-    gathers: bool,
+    exchange: Exchange | None,
     weights: dict[str, Weight],
     y: Array,
     replay: Array | None,
@@ -277,7 +286,7 @@ def _routed(
     Args:
         dtype: in which experts compute.
         expert: the axis over which experts are spread; None = all are here.
-        gathers: rows are spread over it as well.
+        exchange: how tokens travel along it; None = rows are not spread over it.
         y: [B, T, D] float32, of values that `dtype` has.
     """
     tokens = y.reshape(-1, y.shape[-1])
@@ -292,16 +301,17 @@ def _routed(
         agrees = (routes.ids[..., None] == own.ids[:, None]).any(axis=-1)
         differs = 1 - agrees.mean(axis=-1).reshape(y.shape[:2])
     routing = Routing(*(x.reshape(*y.shape[:2], -1) for x in (*routes, logits)), differs=differs)
-    if gathers:
-        tokens = _all_tokens(tokens, expert, dtype)
-        routes = Routes(*(jax.lax.all_gather(x, expert, tiled=True) for x in routes))
-    here = _experts_in(weights)
-    first = 0 if expert is None else jax.lax.axis_index(expert) * here
-    out = _mixture(
-        activation, kernel, dtype, weights, tokens, routes._replace(ids=routes.ids - first)
-    )
-    if gathers:
-        out = jax.lax.psum_scatter(out, expert, scatter_dimension=0, tiled=True)
+
+    def mix(weights: dict[str, Weight], tokens: Array, ids: Array, by_id: Array) -> Array:
+        first = 0 if expert is None else jax.lax.axis_index(expert) * _experts_in(weights)
+        return _mixture(activation, kernel, dtype, weights, tokens, Routes(ids - first, by_id))
+
+    held = {name: w for name, w in weights.items() if name.startswith("experts_")}
+    if exchange is None:
+        out = mix(held, tokens, *routes)
+    else:
+        assert expert is not None
+        out = over_devices(exchange, mix, expert, dtype, held, tokens, routes)
     return out.reshape(1, *y.shape), routing
 
 
@@ -371,24 +381,6 @@ def _take_backward(dtype: Any, residuals: tuple, g: Array) -> tuple[Array, None,
 
 
 _take.defvjp(_take_forward, _take_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_tokens(tokens: Array, axis: str, dtype: Any) -> Array:
-    """Gather the tokens of all devices of an axis in `dtype`; their gradient is float32."""
-    narrow = jax.lax.all_gather(tokens.astype(dtype), axis, tiled=True)
-    return narrow.astype(tokens.dtype)
-
-
-def _all_tokens_forward(tokens: Array, axis: str, dtype: Any) -> tuple[Array, None]:
-    return _all_tokens(tokens, axis, dtype), None
-
-
-def _all_tokens_backward(axis: str, dtype: Any, _: None, g: Array) -> tuple[Array]:
-    return (jax.lax.psum_scatter(g, axis, scatter_dimension=0, tiled=True),)
-
-
-_all_tokens.defvjp(_all_tokens_forward, _all_tokens_backward)
 
 
 def _shared(

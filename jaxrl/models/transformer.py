@@ -33,6 +33,7 @@ from jaxrl.models.architecture import (
     layer_stacks,
 )
 from jaxrl.models.attention import Attend, Segments, View, layer_views, softcap
+from jaxrl.models.expert_exchange import GATHER
 from jaxrl.models.experts import Routing, expert_mlp
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.context_attention import context_attention
@@ -305,15 +306,24 @@ def mixing(
     *,
     placement: Placement | None,
     kernel: str,
+    exchange: str = GATHER,
     replay: jax.Array | None = None,
 ) -> Mix:
     """Return what `decoder_layer` calls for experts; it notes in `record` what the router did."""
 
     def mix(weights: Params, y: jax.Array) -> jax.Array:
         assert config.experts is not None
-        given = {"placement": placement, "kernel": kernel, "replay": replay}
         act = ACTIVATIONS[config.activation]
-        out, routing = expert_mlp(config.experts, act, weights, y, **given)
+        out, routing = expert_mlp(
+            config.experts,
+            act,
+            weights,
+            y,
+            placement=placement,
+            kernel=kernel,
+            exchange=exchange,
+            replay=replay,
+        )
         record.append(routing)
         return out
 
@@ -411,6 +421,7 @@ def forward(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    exchange: str = "auto",
     context: str = "auto",
     placement: Placement | None = None,
 ) -> jax.Array:
@@ -422,12 +433,14 @@ def forward(
         remat: what each layer keeps for the backward pass, see `remat.py`.
         kernel: of the attention, of `PACKED_ATTENTION`.
         experts_kernel: of `GROUPED_PRODUCT`.
+        exchange: how tokens travel to experts on other devices, see `exchange_of`.
         context: how rows that are spread over devices attend, of `context_attention`.
         placement: where rows, places, heads, experts and MLP width are spread, and parameters
             gathered from.
     """
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
-    settings |= {"experts_kernel": experts_kernel, "context": context, "placement": placement}
+    settings |= {"experts_kernel": experts_kernel, "exchange": exchange}
+    settings |= {"context": context, "placement": placement}
     return routed_forward(config, params, tokens, positions, segment_ids, **settings)[0]
 
 
@@ -444,6 +457,7 @@ def routed_forward(
     experts_kernel: str,
     context: str,
     placement: Placement | None,
+    exchange: str = "auto",
     replay: jax.Array | None = None,
     observe: Callable[[Routing], Any] = lambda routing: (),
 ) -> tuple[jax.Array, Any]:
@@ -463,8 +477,8 @@ def routed_forward(
         attend: Any = functools.partial(self_attention, kernel=kernel, placement=placement)
     else:
         mask = Segments(segment_ids, False)
-        how = {"strategy": context, "kernel": kernel, "placement": placement}
-        attend = functools.partial(context_attention, **how)
+        ways = {"strategy": context, "kernel": kernel, "placement": placement}
+        attend = functools.partial(context_attention, **ways)
     view = layer_views(config, mask, positions, positions)
     attend = functools.partial(attend, config)
 
@@ -473,7 +487,8 @@ def routed_forward(
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         names, (weights, sliding, chosen) = axes[kind], layer
         routing: list[Routing] = []
-        mix = mixing(config, routing, placement=placement, kernel=experts_kernel, replay=chosen)
+        how = {"placement": placement, "kernel": experts_kernel, "exchange": exchange}
+        mix = mixing(config, routing, **how, replay=chosen)
         whole = {
             name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }

@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "trainer.epochs",
     "trainer.eval_*",
     "trainer.export_path",
+    "trainer.expert_exchange",
     "trainer.few_shapes",
     "trainer.flash_attn",
     "trainer.fully_async.num_parallel_generation_workers",

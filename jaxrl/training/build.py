@@ -6,12 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
-from jaxrl.config.microbatching import forward_microbatching, update_microbatching
+from jaxrl.config.microbatching import (
+    forward_microbatching,
+    longest_trajectory,
+    update_microbatching,
+)
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of
+from jaxrl.models.experts import EXPERT
 from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
@@ -257,6 +264,7 @@ def make_forward_pass(
     attends = context_strategy(trainer, model, placement)
     if parts > 1:
         kernels.append(Choice("context_attention", attends))
+    kernels += expert_exchange(config, model, placement, role)
     forward = functools.partial(
         state_values if values else log_probs_and_entropy,
         model,
@@ -264,6 +272,7 @@ def make_forward_pass(
         remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
         kernel=names.get(PACKED_ATTENTION.name, REFERENCE),
         experts_kernel=names.get(GROUPED_PRODUCT.name, REFERENCE),
+        exchange=trainer.expert_exchange,
         context=attends,
         placement=placement if mesh.size > 1 else None,
     )
@@ -277,6 +286,67 @@ def make_forward_pass(
     if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
         options |= {"routers": (), "loads": False}
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
+
+
+def expert_exchange(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    placement: Placement,
+    role: str = "policy",
+) -> list[Choice]:
+    """Return how tokens come to the experts of other devices, in the largest microbatch of a role.
+
+    Nothing where they do not. Smaller microbatches choose by their own tokens.
+
+    Raises:
+        ValueError: it is named for a policy whose tokens need not travel.
+    """
+    trainer, devices = config.trainer, placement.size(EXPERT)
+    named = trainer.expert_exchange
+    experts = model.experts if isinstance(model, TransformerConfig) else None
+    if devices == 1:
+        return []
+    if experts is None:
+        stays = "the model has no experts"
+    elif experts.count % devices:
+        stays = (
+            f"mesh.expert={devices} does not divide the {experts.count} experts, which are whole"
+        )
+    elif EXPERT not in placement.batch_axes:
+        stays = "devices of mesh.expert have the same rows (trainer.sharding_rules['batch'])"
+    else:
+        stays = ""
+    if experts is None or stays:
+        if named != "auto" and role == "policy":
+            field = f"trainer.expert_exchange={named!r}"
+            raise ValueError(f"{field} has no effect: {stays}; set it to 'auto'")
+        return []
+    assert isinstance(model, TransformerConfig)
+    groups, context = batch_devices(placement.mesh, placement.rules), placement.size("context")
+    if role == "ref":
+        cut = forward_microbatching(config, groups, context)
+    else:
+        cut = update_microbatching(config, groups, role, context=context)
+    width = cut.width(longest_trajectory(config))
+    tokens = cut.row_counts(width)[-1] // groups * cut.length(width) // context
+    size = jnp.dtype(DTYPES[cfg.compute_dtype(trainer, role)]).itemsize
+
+    def sent(exchange: Exchange) -> str:
+        there = exchange.there(model.hidden_size, experts.per_token, size)
+        back = exchange.back(model.hidden_size)
+        return f"{there / 2**20:,.1f} MiB there and {back / 2**20:,.1f} back"
+
+    ways = {
+        name: exchange_of(experts, model.hidden_size, tokens, devices, size, name)
+        for name in ("auto", GATHER, ALL_TO_ALL)
+    }
+    chosen = ways[named]
+    other = ways[GATHER if chosen.way == ALL_TO_ALL else ALL_TO_ALL]
+    why = (
+        f"of {tokens:,} tokens a device sends {sent(chosen)} in a layer, {other.way} {sent(other)}"
+    )
+    by = "" if named == "auto" else "trainer.expert_exchange; "
+    return [Choice("expert_exchange", chosen.way, asked_by=by + why)]
 
 
 def context_strategy(

@@ -57,6 +57,7 @@ def log_probs_and_entropy(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    exchange: str = "auto",
     context: str = "auto",
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
@@ -73,6 +74,7 @@ def log_probs_and_entropy(
         remat: what layers keep for the backward pass, see `models/remat.py`.
         kernel: of the attention, see `models/kernels/packed_attention.py`.
         experts_kernel: of the products with experts, see `GROUPED_PRODUCT`.
+        exchange: how tokens travel to experts on other devices, see `exchange_of`.
         context: how rows that are spread over devices attend, see `context_attention`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
@@ -91,7 +93,8 @@ def log_probs_and_entropy(
     params = with_dropout(params, rows.keys)
     given = params, rows.tokens, rows.positions, rows.segment_ids
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
-    settings |= {"experts_kernel": experts_kernel, "context": context, "placement": placement}
+    settings |= {"experts_kernel": experts_kernel, "exchange": exchange}
+    settings |= {"context": context, "placement": placement}
     terms: tuple[FloatBT, ...] = ()
     found_loads = None
     if routers or loads or rows.routes is not None:
@@ -130,6 +133,7 @@ def state_values(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    exchange: str = "auto",
     context: str = "auto",
     placement: Placement | None = None,
 ) -> tuple[FloatBT, ...]:
@@ -151,6 +155,7 @@ def state_values(
         remat=remat,
         kernel=kernel,
         experts_kernel=experts_kernel,
+        exchange=exchange,
         context=context,
         placement=placement,
     )

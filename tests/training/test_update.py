@@ -109,6 +109,7 @@ def make_updater(
     lora=None,
     replay="off",
     context="gather",
+    exchange="auto",
     kernel="xla",
     **packing,
 ):
@@ -139,6 +140,7 @@ def make_updater(
         remat="full",
         kernel=kernel,
         context=context,
+        exchange=exchange,
         placement=placement if devices > 1 else None,
     )
     parts = placement.size(placement.rules.seq)

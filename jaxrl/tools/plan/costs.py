@@ -117,8 +117,10 @@ def estimated(phase: Phase, config: cfg.TrainConfig) -> Memory:
     remat = trainer.remat_policy if trainer.gradient_checkpointing else "none"
     return replace(
         _from_shapes(phase),
-        temporaries=estimate.temporaries(phase, remat, trainer.flash_attn is True),
-        collectives=estimate.collectives(phase, remat),
+        temporaries=estimate.temporaries(
+            phase, remat, trainer.flash_attn is True, trainer.expert_exchange
+        ),
+        collectives=estimate.collectives(phase, remat, trainer.expert_exchange),
         estimated=True,
     )
 

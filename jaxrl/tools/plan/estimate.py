@@ -9,6 +9,7 @@ import math
 import jax
 
 from jaxrl.models.architecture import EXPERTS, TransformerConfig, layer_params, layer_stacks
+from jaxrl.models.expert_exchange import GATHER, Exchange, exchange_of
 from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.plan.phases import SAMPLING, Part, Phase
@@ -18,11 +19,11 @@ from jaxrl.training.resident_memory import device_bytes
 CAUSAL = 5 / 8  # of the scores are computed, see `attention.causal_attention`
 
 
-def temporaries(phase: Phase, remat: str, flash: bool) -> float:
+def temporaries(phase: Phase, remat: str, flash: bool, exchange: str = GATHER) -> float:
     """Estimate the bytes of a program's temporaries on one device.
 
     Args:
-        remat: what layers keep; flash: scores are never written.
+        remat: what layers keep; flash: scores are never written; exchange: of `exchange_of`.
     """
     part, (rows, length) = phase.part, phase.shape
     model, size, tensor = part.model, part.dtype.itemsize, part.placement.mesh.shape["tensor"]
@@ -33,8 +34,8 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
         rows, (_, tiles, tile) = phase.call.args[2].live.size, phase.call.args[3].tokens.shape
         parts = batch_devices(part.placement.mesh, part.placement.rules)
         logits = 3 * rows / parts * model.vocab_size / tensor * 4
-        return max(logits, sum(_intermediates(part, tiles // parts, tile).values()))
-    within = _intermediates(part, rows, length)
+        return max(logits, sum(_intermediates(part, tiles // parts, tile, GATHER).values()))
+    within = _intermediates(part, rows, length, exchange)
     if not flash:
         scores = rows * model.num_heads / tensor * length**2 * CAUSAL
         within["scores"] = scores * (4 + size)
@@ -48,15 +49,17 @@ def temporaries(phase: Phase, remat: str, flash: bool) -> float:
     return one + gradients + model.num_layers * _saved(within, remat) + sum(within.values())
 
 
-def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
+def _intermediates(part: Part, rows: int, length: int, exchange: str) -> dict[str, float]:
     """Return the bytes of what a layer computes, on one device, without the scores."""
     model, tokens = part.model, rows * length * part.dtype.itemsize
     tensor = part.placement.mesh.shape["tensor"]
     heads = model.head_dim / tensor
     mlp = 3 * model.intermediate_size / tensor
-    if (e := model.experts) is not None:  # of the tokens of all devices that share the experts
+    if (e := model.experts) is not None:  # of the tokens that come from all devices
         routed = e.per_token * (3 * e.width / tensor + 2 * model.hidden_size)
-        mlp = part.placement.mesh.shape["expert"] * routed + 3 * (e.shared_width or 0) / tensor
+        found = _exchange(part, rows * length, exchange)
+        mlp = found.devices * found.places / (rows * length) * routed
+        mlp += 3 * (e.shared_width or 0) / tensor
     return {
         "input": tokens * model.hidden_size,
         "norms": 3 * tokens * model.hidden_size,
@@ -65,6 +68,14 @@ def _intermediates(part: Part, rows: int, length: int) -> dict[str, float]:
         "mlp": tokens * mlp,
         "scores": 0.0,
     }
+
+
+def _exchange(part: Part, tokens: int, named: str) -> Exchange:
+    """Return how the tokens of a device come to experts."""
+    model, devices = part.model, part.placement.mesh.shape["expert"]
+    assert model.experts is not None
+    size = part.dtype.itemsize
+    return exchange_of(model.experts, model.hidden_size, tokens, devices, size, named)
 
 
 def _logits(part: Part, tokens: int) -> float:
@@ -91,10 +102,13 @@ def _saved(within: dict[str, float], remat: str) -> float:
     return sum(within[name] for name in saved[remat])
 
 
-def collectives(phase: Phase, remat: str) -> dict[str, float]:
+def collectives(phase: Phase, remat: str, exchange: str = GATHER) -> dict[str, float]:
     """Estimate the bytes that a device sends in one execution, by kind.
 
     They are the least of FSDP and Megatron, and what `expert_mlp` sends.
+
+    Args:
+        exchange: of `exchange_of`.
     """
     part, (rows, length) = phase.part, phase.shape
     model, size, mesh = part.model, part.dtype.itemsize, part.placement.mesh
@@ -108,10 +122,15 @@ def collectives(phase: Phase, remat: str) -> dict[str, float]:
         activations = rows * length * model.hidden_size * size
         sums = 2 * model.num_layers * passes[phase.kind]
         sent["all-reduce"] = sums * activations * 2 * (tensor - 1) / tensor
-    if expert > 1:  # tokens go to all devices that share the experts, and float32 sums come back
+    if expert > 1 and (e := model.experts) is not None:
         layers = sum(len(s.layers) for s in layer_stacks(model) if s.kind == EXPERTS)
-        tokens = layers * passes[phase.kind] * rows * length * model.hidden_size
-        sent["experts"] = tokens * (expert - 1) * (size + 4)
+        named = GATHER if phase.kind in SAMPLING else exchange
+        way, width = _exchange(part, rows * length, named), model.hidden_size
+        there, back = way.there(width, e.per_token, size), way.back(width)
+        once = there + back
+        if phase.kind == "gradient":  # what was sent back is not needed again
+            once += (remat != "none") * there + way.gradient(width, e.per_token)
+        sent["experts"] = layers * once * (phase.trips if phase.kind == "decode" else 1)
     if phase.kind in SAMPLING:
         return sent
     if context > 1:  # keys and values of whole rows in each layer; their gradient back

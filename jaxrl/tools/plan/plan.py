@@ -158,6 +158,7 @@ def make_plan(
         )
     cache = engine and cache_of(run, engine.programs, mean_response or longest)
     notes = [*_notes(config, machine), *_responses(found, longest, mean_response), *chosen]
+    notes += [str(x) for x in run.forward_pass.kernels if x.operation == "expert_exchange"]
     return Plan(config, machine, device, lines, stay, cache, refusal, notes, mean_response)
 
 
