@@ -109,7 +109,7 @@ def over_devices(
         dtype: in which tokens travel.
         weights: of the experts that are here.
         tokens: [n, D] float32, of values that `dtype` has.
-        routes: ids [n, k] and weights [n, k].
+        routes: ids [n, k] and weights [n, k]; a token whose ids are all E goes nowhere.
     """
     if exchange.way == ALL_TO_ALL:
         return _all_to_all(exchange, mix, axis, dtype, weights, tokens, *routes)
@@ -144,8 +144,8 @@ class _Wanted(NamedTuple):
 
     Attributes:
         devices: [n, k] those of a token's experts, ascending.
-        queue: [n, k] place of the token among those that the device wants; -1 where the device is
-            that of the expert before, as a token goes there once.
+        queue: [n, k] place of the token among those that the device wants; -1 where there is no
+            device, or it is that of the expert before, as a token goes there once.
         upto: [S, n] tokens that a device wants of the first, the second, ... up to this one.
         ids: [n, k].
     """
@@ -177,7 +177,7 @@ def _all_to_all(
     ids: Array,
     by_id: Array,
 ) -> Array:
-    wanted = _who_wants(mix_ids=ids, devices=exchange.devices, here=_experts_in(weights))
+    wanted = _who_wants(ids, exchange.devices, _experts_in(weights))
     # Round r takes places r C to (r + 1) C of each queue. A queue has at most rounds x C tokens, so
     # each has its place in one round. The devices of the axis agree on the number, as they wait
     # for each other in a round; others need not, who have no part in it.
@@ -191,13 +191,14 @@ def _experts_in(weights: Any) -> int:
     return jax.tree.leaves(weights)[0].shape[0]
 
 
-def _who_wants(mix_ids: Array, devices: int, here: int) -> _Wanted:
-    owners = jnp.sort(mix_ids // here, axis=1)
+def _who_wants(ids: Array, devices: int, here: int) -> _Wanted:
+    owners = jnp.sort(ids // here, axis=1)
     again = jnp.pad(owners[:, 1:] == owners[:, :-1], ((0, 0), (1, 0)))
+    none = again | (owners == devices)
     wants = (owners == jnp.arange(devices)[:, None, None]).any(axis=-1)
     upto = jnp.cumsum(wants, axis=1, dtype=jnp.int32)
-    queue = jnp.take_along_axis(upto.T, owners, axis=1) - 1
-    return _Wanted(owners, jnp.where(again, -1, queue), upto, mix_ids)
+    queue = jnp.take_along_axis(upto.T, jnp.where(none, 0, owners), axis=1) - 1
+    return _Wanted(owners, jnp.where(none, -1, queue), upto, ids)
 
 
 def _places_of(wanted: _Wanted, number: Array | int, places: int) -> _Places:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl.models.architecture import Experts
-from jaxrl.models.expert_exchange import GATHER, Exchange, exchange_of, over_devices
+from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of, over_devices
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.grouped_product import grouped_product
 from jaxrl.models.linear import LoraWeight, Weight, project, rounded
@@ -179,6 +179,7 @@ def expert_mlp(
     kernel: str = REFERENCE,
     exchange: str = GATHER,
     replay: Array | None = None,
+    real: Array | None = None,
 ) -> tuple[Array, Routing]:
     """Compute the sum of each token's experts by their weights, and of the shared expert.
 
@@ -196,6 +197,8 @@ def expert_mlp(
         kernel: of `GROUPED_PRODUCT`.
         exchange: how tokens travel, see `exchange_of`.
         replay: [B, T, k], see `route`.
+        real: [B, T] bool of tokens that are no padding, which is alike and would go all to the same
+            experts: `all_to_all` leaves it where it is, and the sum of its experts out. None: all.
 
     Returns:
         [B, T, D] in the dtype of y, and what the router did.
@@ -203,7 +206,7 @@ def expert_mlp(
     names = ("router", "router_bias", "experts_gate", "experts_up", "experts_down")
     routed = {name: weights[name] for name in names if name in weights}
     # float32 outside and the dtype of y within, so that gradients meet in float32
-    given = (routed, y.astype(jnp.float32), replay)
+    given = (routed, y.astype(jnp.float32), replay, real)
     run = functools.partial(_routed, experts, activation, kernel, y.dtype)
     if placement is None:
         parts, routing = run(None, None, *given)
@@ -224,6 +227,7 @@ def _over_mesh(
     weights: dict[str, Weight],
     y: Array,
     replay: Array | None,
+    real: Array | None,
 ) -> tuple[Array, Routing]:
     """Run `_routed` on every device of a mesh, with its rows, its experts and its part of F."""
     shards = placement.mesh.shape.get(EXPERT, 1)
@@ -246,10 +250,10 @@ def _over_mesh(
     return jax.shard_map(
         functools.partial(run, expert, exchange),
         mesh=placement.mesh,
-        in_specs=(specs, PartitionSpec(rows, seq), PartitionSpec(rows, seq)),
+        in_specs=(specs, *(PartitionSpec(rows, seq),) * 3),
         out_specs=(PartitionSpec(parts, rows, seq), PartitionSpec(rows, seq)),
         check_vma=False,  # a kernel does not say over which axes its output varies
-    )(weights, y, replay)
+    )(weights, y, replay, real)
 
 
 def _spec(w: Weight, expert: str | None, *dims: str | None) -> Any:
@@ -280,6 +284,7 @@ def _routed(
     weights: dict[str, Weight],
     y: Array,
     replay: Array | None,
+    real: Array | None,
 ) -> tuple[Array, Routing]:
     """Compute the part [1, B, T, D] float32 that this device's experts have in the sum.
 
@@ -311,6 +316,9 @@ def _routed(
         out = mix(held, tokens, *routes)
     else:
         assert expert is not None
+        if exchange.way == ALL_TO_ALL and real is not None:
+            travel = jnp.where(real.reshape(-1, 1), routes.ids, experts.count)
+            routes = routes._replace(ids=travel)
         out = over_devices(exchange, mix, expert, dtype, held, tokens, routes)
     return out.reshape(1, *y.shape), routing
 

@@ -308,8 +308,12 @@ def mixing(
     kernel: str,
     exchange: str = GATHER,
     replay: jax.Array | None = None,
+    real: jax.Array | None = None,
 ) -> Mix:
-    """Return what `decoder_layer` calls for experts; it notes in `record` what the router did."""
+    """Return what `decoder_layer` calls for experts; it notes in `record` what the router did.
+
+    See `expert_mlp`.
+    """
 
     def mix(weights: Params, y: jax.Array) -> jax.Array:
         assert config.experts is not None
@@ -323,6 +327,7 @@ def mixing(
             kernel=kernel,
             exchange=exchange,
             replay=replay,
+            real=real,
         )
         record.append(routing)
         return out
@@ -488,7 +493,7 @@ def routed_forward(
         names, (weights, sliding, chosen) = axes[kind], layer
         routing: list[Routing] = []
         how = {"placement": placement, "kernel": experts_kernel, "exchange": exchange}
-        mix = mixing(config, routing, **how, replay=chosen)
+        mix = mixing(config, routing, **how, replay=chosen, real=segment_ids > 0)
         whole = {
             name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }

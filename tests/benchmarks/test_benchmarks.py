@@ -17,6 +17,7 @@ from benchmarks import (
     decode,
     engine_host,
     environment_workers,
+    experts,
     grpo_step,
     losses,
     memory,
@@ -68,6 +69,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         decode,
         engine_host,
         environment_workers,
+        experts,
         grpo_step,
         losses,
         memory,
@@ -174,6 +176,14 @@ def test_environment_workers(tmp_path):
     rows = json.loads(output.read_text())["rows"]
     assert list(rows) == ["threads", "1 workers"]
     assert all(x > 0 for row in rows.values() for x in row.values())
+
+
+def test_experts(tmp_path, capsys):
+    _, report = run(experts, tmp_path, capsys)
+    (row,) = report["rows"]
+    assert (row["experts"], row["of a token"], row["tokens"]) == (8, 2, 32)
+    ratio = row["grouped gradient ms"] / row["loop gradient ms"]
+    assert row["gradient grouped / loop"] == pytest.approx(ratio)
 
 
 def test_losses(tmp_path, capsys):

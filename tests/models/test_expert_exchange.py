@@ -60,7 +60,7 @@ def test_the_rule(devices, tokens, way, places):
     assert exchange_of(QWEN3, 2048, tokens, devices, 2, ALL_TO_ALL).way == ALL_TO_ALL
 
 
-@pytest.mark.parametrize("load", ["even", "uneven", "one expert"])
+@pytest.mark.parametrize("load", ["even", "uneven", "one expert", "padding"])
 def test_every_token_has_one_place_at_each_device_of_its_experts(load):
     """40 tokens, 3 of 12 experts on 4 devices, 8 places: a queue of 40 takes five rounds."""
     rng = np.random.default_rng(0)
@@ -68,9 +68,11 @@ def test_every_token_has_one_place_at_each_device_of_its_experts(load):
     ids = np.stack([rng.choice(12, 3, replace=False, p=likely / likely.sum()) for _ in range(40)])
     if load == "one expert":
         ids[:] = [5, 0, 4]
+    if load == "padding":
+        ids[10:] = 12  # which goes nowhere
     wanted = _who_wants(jnp.asarray(ids, jnp.int32), 4, 3)
     longest = int(np.asarray(wanted.upto)[:, -1].max())
-    assert longest == 40 or load != "one expert"
+    assert {"one expert": longest == 40, "padding": longest <= 10}.get(load, True)
     visits = np.zeros((40, 4), int)
     for number in range(-(-longest // 8)):
         token, of_token = map(np.asarray, _places_of(wanted, number, 8))
@@ -83,31 +85,38 @@ def test_every_token_has_one_place_at_each_device_of_its_experts(load):
 
 
 ROWS, T = 64, 3
-LOADS = ("even", "one expert", "the first rows")
+LOADS = ("even", "one expert", "the first rows", "padding")
+PADDING = jnp.arange(T) == T - 1
 
 
 def ids_of(load):
-    """Of 8 experts two for each token: any, or the same for all, or for the first half."""
+    """Of 8 experts two for each token: any, or the same for all, the first half, or padding."""
     rng = np.random.default_rng(1)
     ids = np.stack([rng.choice(8, 2, replace=False) for _ in range(ROWS * T)]).reshape(ROWS, T, 2)
-    same = {"even": 0, "one expert": ROWS, "the first rows": ROWS // 2}[load]
+    same = {"one expert": ROWS, "the first rows": ROWS // 2}.get(load, 0)
     ids[:same] = [6, 7]
+    if load == "padding":
+        ids[:, PADDING] = [6, 7]
     return jnp.asarray(ids, jnp.int32)
 
 
 def with_gradients(**settings):
     """Output, routing and gradients of weights and rows, as a function of ids."""
 
-    def loss(given, ids):
-        out, routing = expert_mlp(PLAIN, jax.nn.silu, *given, replay=ids, **settings)
+    def loss(given, ids, real):
+        how = {"replay": ids, "real": real, **settings}
+        out, routing = expert_mlp(PLAIN, jax.nn.silu, *given, **how)
+        out = jnp.where(real[..., None], out, 0)
         z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)).sum()
         numbers = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return (numbers * jnp.sin(out)).sum() + 0.1 * z, (out, routing)
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
-    def found(ids):
-        (_, (out, routing)), (weights, y) = run(draw(PLAIN, rows=ROWS), ids)
+    def found(load):
+        real = jnp.broadcast_to(~PADDING if load == "padding" else True, (ROWS, T))
+        given = draw(PLAIN, rows=ROWS), ids_of(load), real
+        (_, (out, routing)), (weights, y) = run(*given)
         return {"out": out, "weights": routing.weights, **weights, "y": y}
 
     return found
@@ -116,7 +125,7 @@ def with_gradients(**settings):
 @functools.cache
 def on_one_device():
     run = with_gradients()
-    return {load: run(ids_of(load)) for load in LOADS}
+    return {load: run(load) for load in LOADS}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def test_value_and_gradients_are_those_of_one_device_whatever_the_load(sizes):
     """On (expert 4, fsdp 2) the first rows are those of one group: it alone has further rounds."""
     run = with_gradients(placement=Placement(make_mesh(**sizes)), exchange=ALL_TO_ALL)
     for load in LOADS:
-        assert_close(run(ids_of(load)), on_one_device()[load])
+        assert_close(run(load), on_one_device()[load])
 
 
 def collectives_of(exchange, remat):

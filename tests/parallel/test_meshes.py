@@ -130,22 +130,25 @@ MIXED = dataclasses.replace(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "packed"),
+    ("sizes", "packed", "exchange"),
     [
-        pytest.param({"expert": 8}, True, marks=pytest.mark.slow),
-        pytest.param({"expert": 4, "fsdp": 2}, False, marks=pytest.mark.slow),
-        ({"expert": 2, "fsdp": 2, "tensor": 2}, True),
-        ({"fsdp": 8}, False),
+        pytest.param({"expert": 8}, True, "gather", marks=pytest.mark.slow),
+        pytest.param({"expert": 8}, False, "all_to_all", marks=pytest.mark.slow),
+        pytest.param({"expert": 4, "fsdp": 2}, False, "gather", marks=pytest.mark.slow),
+        pytest.param({"expert": 4, "fsdp": 2}, True, "all_to_all", marks=pytest.mark.slow),
+        ({"expert": 2, "fsdp": 2, "tensor": 2}, True, "gather"),
+        ({"expert": 2, "fsdp": 2, "tensor": 2}, False, "all_to_all"),
+        pytest.param({"expert": 4, "context": 2}, True, "all_to_all", marks=pytest.mark.slow),
+        ({"fsdp": 8}, False, "auto"),
     ],
     ids=str,
 )
-def test_experts_over_a_mesh_have_the_gradient_of_one_device(sizes, packed):
+def test_experts_over_a_mesh_have_the_gradient_of_one_device(sizes, packed, exchange):
     batch = make_batch(lengths=LENGTHS[packed])
     cut = {"model": MIXED, "microbatch_rows": ROWS}
     expected, expected_metrics = gradient(ALGORITHM, batch, **cut)
-    found, metrics = gradient(
-        ALGORITHM, batch, devices=8, sizes=tuple(sizes.items()), packed=packed, **cut
-    )
+    over = {"devices": 8, "sizes": tuple(sizes.items()), "exchange": exchange}
+    found, metrics = gradient(ALGORITHM, batch, packed=packed, **over, **cut)
     ends = np.cumsum([x.size for x in jax.tree.leaves(abstract_params(MIXED))])[:-1]
     for mine, whole in zip(np.split(found, ends), np.split(expected, ends), strict=True):
         assert np.abs(mine - whole).max() <= 1e-5 * np.abs(whole).max()

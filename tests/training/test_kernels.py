@@ -8,11 +8,13 @@ import pytest
 
 from jaxrl import config as cfg, train
 from jaxrl.config.backend import MixedPrecisionConfig
+from jaxrl.config.placement import check_mesh, device_ranges
 from jaxrl.models import adapt_linen
+from jaxrl.models.architecture import Experts
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import make_mesh
+from jaxrl.parallel import Placement, ShardingRules, make_mesh
 from jaxrl.rollout.build_jetstream import jetstream_engine
-from jaxrl.training.build import role_kernels
+from jaxrl.training.build import expert_exchange, role_kernels
 
 MODEL = TransformerConfig(
     vocab_size=32,
@@ -142,3 +144,46 @@ def test_jetstream_decodes_by_the_kernel_of_the_run():
     )
     with pytest.raises(ValueError, match="'ragged': on a cpu there is xla"):
         jetstream_engine(config, MODEL, make_mesh(), tokenizer)
+
+
+MIXTURE = dataclasses.replace(MODEL, experts=Experts(count=64, per_token=2, width=16))
+EXPERT, FIELD = "trainer.policy.mesh.expert", "trainer.expert_exchange"
+MAX = "generator.sampling_params.max_generate_length"
+
+
+def exchange_on(model, devices=8, **changes):
+    given = {EXPERT: 8, "trainer.policy.mesh.fsdp": 1, "trainer.max_prompt_length": 1024}
+    given |= {MAX: 1024, "trainer.bf16": True}
+    given |= {"trainer.micro_train_batch_size_per_gpu": 2, "trainer.use_sample_packing": False}
+    config = cfg.resolve(cfg.apply_overrides(cfg.TrainConfig(), given | changes))
+    placement = Placement(make_mesh(expert=devices), ShardingRules())
+    return said(expert_exchange(config, model, placement))
+
+
+def test_the_card_says_how_tokens_come_to_experts():
+    """Two rows of 2,048 tokens on a device, 64 numbers wide, 2 of 64 experts, 8 on each of 8.
+
+    The gather sends 7 x 4096 x (64 x 2 + 2 x 8) bytes there, 7 x 4096 x 64 x 4 back. A device has
+    one of two experts with 1 - C(56, 2) / C(64, 2) = 0.236: 1.25 x 0.236 x 4096 = 1208 places.
+    """
+    gather, places = "gather 3.9 MiB there and 7.0 back", "1.2 MiB there and 2.1 back"
+    assert exchange_on(MIXTURE) == [
+        f"expert_exchange all_to_all (of 4,096 tokens a device sends {places} in a layer, {gather})"
+    ]
+    (forced,) = exchange_on(MIXTURE, **{FIELD: "gather"})
+    assert forced.startswith("expert_exchange gather (trainer.expert_exchange; of 4,096 tokens a ")
+    (few,) = exchange_on(MIXTURE, **{"trainer.max_prompt_length": 64, MAX: 64})
+    assert few.startswith("expert_exchange gather (of 256 tokens")
+    assert exchange_on(MIXTURE, devices=1) == exchange_on(MODEL) == []
+
+
+def test_an_exchange_that_nothing_takes_is_refused():
+    whole = dataclasses.replace(MIXTURE, experts=Experts(count=12, per_token=2, width=16))
+    forced = {FIELD: "all_to_all"}
+    with pytest.raises(ValueError, match=f"{FIELD}='all_to_all' has no effect: the model has no"):
+        exchange_on(MODEL, **forced)
+    with pytest.raises(ValueError, match="mesh.expert=8 does not divide the 12 experts"):
+        exchange_on(whole, **forced)
+    config = cfg.resolve(cfg.apply_overrides(cfg.TrainConfig(), forced))
+    with pytest.raises(ValueError, match=f"{FIELD}='all_to_all': has no effect with mesh.expert=1"):
+        check_mesh(config, device_ranges(config, 8))

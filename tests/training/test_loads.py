@@ -47,6 +47,12 @@ def test_loads_are_of_real_tokens_whatever_the_cut():
         {"microbatch_rows": 3},
         {"microbatch_rows": 1, "packed": True, "packed_length": 32},
         {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2), ("expert", 4))},
+        {
+            "microbatch_rows": 8,
+            "devices": 8,
+            "sizes": (("fsdp", 2), ("expert", 4)),
+            "exchange": "all_to_all",
+        },
     ):
         for name, x in sums_of(batch, **cut).items():
             np.testing.assert_allclose(x, whole[name], rtol=1e-5)

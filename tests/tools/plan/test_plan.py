@@ -446,3 +446,33 @@ def test_rows_that_the_pages_hold(capsys, planned):
     # two groups, and of the 32 that are left 30 for 15 rows
     assert report["cache"]["mean"] == 2 * 16 + 15
     assert "24 of the longest, 47 of the mean response" in printed
+
+
+MIXTURE = (
+    f"--config.trainer.policy.model.path={ROOT / 'configs' / 'tiny_mixture_model'}",
+    "--config.trainer.policy.mesh.expert=8",
+    "--config.trainer.policy.mesh.fsdp=1",
+    "--config.trainer.expert_exchange=all_to_all",
+)
+
+
+def test_the_compiler_sends_to_experts_what_the_estimate_says(capsys, planned):
+    """Two layers of 8 experts, of which a token has two, 64 numbers wide, in float32.
+
+    One of two is a device's own with a probability of 1/4: of 768 tokens of a gradient 1.25 x 192
+    = 240 find a place for each device, of 1,536 of a forward pass 480. A place sends 64 x 4 bytes
+    and 2 x 8 of routes there and 64 x 4 back; of gradients 64 x 4 twice and 2 x 4.
+    """
+    sent = {"log-probs": 2 * 7 * 480 * (272 + 256)}
+    sent["gradient"] = 2 * 2 * 7 * 240 * (272 + 256 + 520)  # in two updates
+    _, printed, report = planned(capsys, "--estimate", *MIXTURE)
+    found = phases_of(report)
+    assert {name: found[name]["collectives"]["experts"] for name in sent} == sent
+    assert "note: expert_exchange all_to_all (trainer.expert_exchange; of 768 tokens a" in printed
+    # beside it, embeddings: each device has an eighth of their width and looks up all tokens; the
+    # gradient goes the same way back
+    embedded = {"log-probs": 1536 * 64 * 4 * 7 / 8, "gradient": 2 * 2 * 768 * 64 * 4 * 7 / 8}
+    _, _, report = planned(capsys, *MIXTURE)
+    found = phases_of(report)
+    for name, to_experts in sent.items():
+        assert found[name]["collectives"]["all-to-all"] == to_experts + embedded[name]
