@@ -189,10 +189,11 @@ def _filters(config: TrainConfig) -> list[str]:
 
 def optimizer_line(settings: OptimizerConfig) -> str:
     """Describe the optimizer of the policy, or of the critic."""
+    rest = f", moments in {settings.state_dtype}" if settings.state_dtype != "float32" else ""
     return (
         f"AdamW, lr {settings.lr:g} {settings.scheduler}, {settings.num_warmup_steps} "
         f"warm-up updates, weight decay {settings.weight_decay:g}, gradient norm <= "
-        f"{settings.max_grad_norm:g}"
+        f"{settings.max_grad_norm:g}{rest}"
     )
 
 

@@ -9,6 +9,7 @@ from jaxrl.config.status import implemented, new
 
 DECAYING = ("linear", "cosine")  # to 0 at the last update of the run
 SCHEDULERS = ("constant", "constant_with_warmup", *DECAYING)
+STATE_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclass
@@ -90,6 +91,9 @@ class OptimizerConfig(BaseConfig):
         ),
     ] = False
     """Keep the optimizer state in host memory between steps."""
+    state_dtype: Annotated[str, one_of(*STATE_DTYPES), new()] = "float32"
+    """How AdamW's two moments rest between updates: "float32", 8 bytes per parameter; "bfloat16",
+    4; "int8", 2, and 8 for each row of a matrix. Stochastically rounded (docs/scaling.md)."""
     num_warmup_steps: Annotated[int, not_negative] = 0
     """Optimizer updates (minibatches) of linear warm-up."""
     scheduler: Annotated[

@@ -78,6 +78,7 @@ def assemble_optimizer(
         adam_betas=(settings.adam_betas[0], settings.adam_betas[1]),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
+        state_dtype=settings.state_dtype,
     )
     return optimizer, schedule
 

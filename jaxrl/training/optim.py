@@ -10,6 +10,7 @@ import optax
 
 from jaxrl.config.model import SCHEDULERS
 from jaxrl.models.transformer import abstract_params
+from jaxrl.training.moments import is_rows8, moment_sharding, scale_by_resting_adam
 from jaxrl.types import CriticState, TrainState
 
 State = TypeVar("State", TrainState, CriticState)
@@ -47,18 +48,24 @@ def make_optimizer(
     adam_betas: tuple[float, float],
     weight_decay: float,
     max_grad_norm: float,
+    state_dtype: str = "float32",
 ) -> optax.GradientTransformation:
     """Make the optimizer: clip by global norm, then AdamW.
 
     Its decay is decoupled, on every parameter.
 
     Loshchilov & Hutter, https://arxiv.org/abs/1711.05101.
+
+    Args:
+        state_dtype: of the moments between updates, one of `STATE_DTYPES`.
     """
     b1, b2 = adam_betas
-    return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay),
-    )
+    adam = optax.scale_by_adam(b1, b2)
+    if state_dtype != "float32":
+        adam = scale_by_resting_adam(b1, b2, state_dtype)
+    decay, rate = optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(schedule)
+    clip = optax.clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, optax.chain(adam, decay, rate))
 
 
 def new_state(
@@ -173,10 +180,11 @@ def _state_shardings(
 ) -> State:
     moments = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        moment_sharding,
         shapes.opt_state,
         shardings,
         transform_non_params=lambda _: whole,
+        is_leaf=is_rows8,
     )
     counts = jax.tree.map(lambda _: whole, shapes.replace(params=None, opt_state=None))
     return counts.replace(params=shardings, opt_state=moments)

@@ -372,6 +372,16 @@ def test_weights_and_moments_in_host_memory_leave_the_device(capsys, planned):
     assert phases_of(report)["apply"]["beside"] == 0
 
 
+@pytest.mark.parametrize(("state_dtype", "of_float32"), [("bfloat16", 1 / 2), ("int8", 1 / 4)])
+def test_moments_in_fewer_bits_are_counted(capsys, planned, state_dtype, of_float32):
+    """Of rows of 16 to 256 numbers, each with a scale of 4 bytes, scales are a tenth."""
+    flag = f"--config.trainer.policy.optimizer_config.state_dtype={state_dtype}"
+    _, _, report = planned(capsys, "--estimate", *MESH, flag)
+    exact = 2 * 4 * PARAMETERS / 8
+    held = report["residents"]["optimizer"] / exact
+    assert of_float32 <= held < of_float32 * (1.1 if state_dtype == "bfloat16" else 1.35)
+
+
 def test_from_the_second_turn_on_every_sample_prefills_for_itself(capsys, planned):
     """A prompt of 16 tokens is one tile of 16, and less than a page: each of the eight devices
     prefills it, 32 x 8 tiles. Then two turns of 32 x 16 samples: of 40 tokens 40 - 16 - 2 x 6 = 12
