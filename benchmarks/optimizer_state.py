@@ -6,8 +6,8 @@
 `trainer.policy.optimizer_config.state_dtype` in each form: bytes of the moments per parameter, how
 far the parameters end from those of float32, as a share of how far those moved, and the loss on
 held-out sums. "rounding" is float32 again, with gradients summed in other parts: how far runs part
-that differ in nothing but the order of sums. Then the task of `benchmarks/sort_digits.py` (GRPO, 100 steps): greedy reward on
-held-out digits.
+that differ in nothing but the order of sums. Then the task of `benchmarks/sort_digits.py` (GRPO,
+100 steps): greedy reward on held-out digits.
 
 Claim: losses and rewards in bfloat16 and int8 are as far from float32 as other seeds' are.
 """
