@@ -87,7 +87,7 @@ def test_what_each_has_recorded_is_what_one_has(folders):
 
 def test_a_job_that_is_killed_goes_on_with_the_same_bits(folders, tmp_path):
     processes = start(argv(tmp_path), 2, devices=1)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400
     while not (tmp_path / "checkpoints/global_step_1").exists():
         assert all(process.poll() is None for process in processes)
         assert time.monotonic() < deadline
