@@ -2,7 +2,6 @@
 train as one process does."""
 
 import json
-import signal
 import time
 
 import numpy as np
@@ -88,12 +87,14 @@ def test_what_each_has_recorded_is_what_one_has(folders):
 def test_a_job_that_is_killed_goes_on_with_the_same_bits(folders, tmp_path):
     processes = start(argv(tmp_path), 2, devices=1)
     deadline = time.monotonic() + 400
-    while not (tmp_path / "checkpoints/global_step_1").exists():
-        assert all(process.poll() is None for process in processes)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
+    try:
+        while not (tmp_path / "checkpoints/global_step_1").exists():
+            assert all(process.poll() is None for process in processes)
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        for process in processes:
+            process.kill()  # SIGKILL
     finish(processes)
     assert not (tmp_path / f"checkpoints/global_step_{STEPS}").exists()
     for ended in run(argv(tmp_path), 2, devices=1):
