@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxrl.parallel.compilation import CompilationWatch, enable_cache
+from jaxrl.parallel.compilation import CompilationWatch, enable_cache, lowering
 
 
 def test_a_new_shape_is_one_compilation_and_an_old_one_none():
@@ -23,6 +24,17 @@ def test_a_new_shape_is_one_compilation_and_an_old_one_none():
         assert watch.take() == ([], 0)
     twice_for_test(jnp.ones(5))
     assert watch.take() == ([], 0)
+
+
+def test_a_function_within_one_that_is_lowered_is_itself():
+    class Owner:
+        inner = staticmethod(jax.jit(lambda x: 3 * x))
+        outer = staticmethod(jax.jit(lambda x: Owner.inner(x) + 1))
+
+    with lowering([(Owner, "inner"), (Owner, "outer")]) as programs:
+        assert list(Owner.outer(jnp.ones(2))) == [0, 0]  # nothing is run
+    assert len(programs) == 1
+    np.testing.assert_array_equal(Owner.outer(jnp.ones(2)), [4, 4])  # 3 x 1 + 1, as it was lowered
 
 
 @pytest.fixture(name="no_cache")

@@ -100,6 +100,10 @@ def test_few_shapes_are_compiled_together_and_once(tmp_path, capsys):
     assert trainer.watch.recompiles == 0
     assert trainer.updater.microbatching.row_counts(32) == [8, 32]
     assert sum("accumulate" in name for name in compiled) == 2
+    for line in metric_lines(tmp_path):  # and they compute what they would have without
+        assert line["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
+        assert line["policy/policy_entropy"] > 1
+        assert line["policy/grad_norm"] > 0
 
 
 @pytest.fixture(scope="module")
