@@ -1,15 +1,16 @@
 """What moments in 16 and 8 bits cost in accuracy: supervised and GRPO runs against float32.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.optimizer_state [--steps=250] [--seeds 0 1] [--json=FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.optimizer_state [--seeds 0 1 2] [--json=FILE]
 
-`configs/sft_addition.py` makes the same updates on the same batches, with the moments of
+`configs/sft_addition.py`, in batches of 256 and with a rate that falls to 0, so that losses are not
+those of a moment, makes the same updates on the same batches, with the moments of
 `trainer.policy.optimizer_config.state_dtype` in each form: bytes of the moments per parameter, how
 far the parameters end from those of float32, as a share of how far those moved, and the loss on
 held-out sums. "rounding" is float32 again, with gradients summed in other parts: how far runs part
 that differ in nothing but the order of sums. Then the task of `benchmarks/sort_digits.py` (GRPO,
 100 steps): greedy reward on held-out digits.
 
-Claim: losses and rewards in bfloat16 and int8 are as far from float32 as other seeds' are.
+Claim: losses in bfloat16 and int8 are not above float32's by more than other seeds' are.
 """
 
 import argparse
@@ -34,10 +35,10 @@ from jaxrl.sft import sft
 from jaxrl.train import train
 
 FORMS = {  # of a run: dtype of the moments, rows of a microbatch
-    "float32": ("float32", 512),
+    "float32": ("float32", 256),
     "rounding": ("float32", 64),
-    "bfloat16": ("bfloat16", 512),
-    "int8": ("int8", 512),
+    "bfloat16": ("bfloat16", 256),
+    "int8": ("int8", 256),
 }
 ADDITION = Path(__file__).parent.parent / "configs" / "sft_addition.py"
 
@@ -53,6 +54,7 @@ def supervised(form: str, seed: int, steps: int) -> tuple[dict[str, Any], Any, A
     trainer = config.trainer
     state_dtype, trainer.micro_train_batch_size_per_gpu = FORMS[form]
     trainer.policy.optimizer_config.state_dtype = state_dtype
+    trainer.policy.optimizer_config.scheduler, trainer.train_batch_size = "linear", 256
     trainer.seed, trainer.max_training_steps, trainer.eval_interval = seed, steps, steps
     trainer.ckpt_interval = trainer.hf_save_interval = -1
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -83,9 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=250, help="of the supervised task")
+    parser.add_argument("--steps", type=int, default=200, help="of the supervised task")
     parser.add_argument("--grpo-steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args(argv)
     rows = []

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxrl import activity
 
@@ -68,7 +69,7 @@ def lowering(
     def in_place_of(function: Any) -> Any:
         def lower(*args: Any, **options: Any) -> Any:
             leaves, structure = jax.tree.flatten(args)
-            if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            if any(isinstance(x, Tracer) for x in leaves):
                 return function(*args, **options)
             shapes = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
             name = id(function), structure, shapes, tuple(options.items())

@@ -19,6 +19,7 @@ from benchmarks import (
     environment_workers,
     experts,
     grpo_step,
+    long_context,
     losses,
     memory,
     overhead,
@@ -372,3 +373,10 @@ def test_weight_sync(tmp_path, capsys):
     assert names[0] == "transfer, groups of 0.02 MiB" and names[-1] == "bound: memory"
     assert all(name in printed for name in names)
     assert all(row["seconds"] > 0 for row in report["rows"])
+
+
+def test_attention_of_long_rows_has_no_square():
+    assert long_context.one_core(1024, timed=False)["square"] == 0
+    # [1, 2, 64, 64] of plain scores has the row's length twice
+    scores = "f32[1,2,64,64]{3,2,1,0} dot(f32[1,2,64,8]{3,2,1,0} q, f32[1,2,8,64]{3,2,1,0} k)"
+    assert long_context.squares(scores, 64, 1) == 2 * 64 * 64
