@@ -237,8 +237,8 @@ class TrainerConfig(BaseConfig):
     expert_exchange: Annotated[str, one_of("auto", *EXPERT_EXCHANGES), new()] = "auto"
     """How tokens come to the experts of other devices of mesh.expert: each device takes those of
     all ("gather"), or gets the ones that its experts need ("all_to_all"); "auto" = the second where
-    it sends at most 3/4 of the bytes, and 1 MiB less in a layer. Both give the same numbers; an
-    engine gathers."""
+    it sends at most 3/4 of the bytes of a microbatch, and 1 MiB less in a layer. Both give the same
+    numbers, up to the order of sums; an engine gathers."""
     gradient_checkpointing_use_reentrant: Annotated[bool, inert("torch only")] = False
     """Variant of torch's gradient checkpointing."""
     seed: Annotated[int, _seed] = 42

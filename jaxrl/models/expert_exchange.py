@@ -1,6 +1,6 @@
 """How tokens come to the devices of their experts, and what experts make of them back.
 
-Two ways, which give the same numbers:
+Two ways, which give the same numbers, up to the order of sums:
 
 - `gather`: each device gathers the tokens of all, and scatters the sums of its experts.
 - `all_to_all`: a token goes once to each device that has any of its experts, in a buffer of a fixed

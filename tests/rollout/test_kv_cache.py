@@ -179,3 +179,34 @@ def block_of(mesh, turns, length=4096, **shape):
     params = placed_params(model, Placement(mesh))
     calls = engine.calls(params, [Request((0,) * (length // 4), ((0, 0),), sampling, None, over)])
     return calls["decode"], 2 * 64 * heads * 128 * length * 2
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor", "axes"),
+    [
+        (8, 4, ("tensor", None)),
+        (4, 8, (None, "tensor")),
+        (3, 3, (None, None)),  # bfloat16 fills 3 heads up to 4; 3 divides no page
+        (12, 6, (None, None)),  # up to 16
+    ],
+)
+def test_heads_are_split_or_positions_or_nothing(kv_heads, tensor, axes):
+    model = dataclasses.replace(LLAMA, num_heads=24, num_kv_heads=kv_heads, head_dim=8)
+    placement = Placement(make_mesh(devices=jax.devices()[:tensor], tensor=tensor))
+    empty = functools.partial(kv_cache.empty_cache, model, 4, 128, jnp.bfloat16, layout="joined")
+    cache = jax.eval_shape(empty)
+    (sharding,) = kv_cache.cache_shardings(cache, placement).layers[0].arrays
+    assert (sharding.spec[2], sharding.spec[1]) == axes
+    sharding.shard_shape(cache.layers[0].arrays[0].shape)  # it can be
+
+
+def test_programs_split_a_cache_as_its_pages_can_be():
+    """8 devices divide a page of 64 positions; a program's cache is what `empty` makes."""
+    from jaxrl.rollout.native.programs import RULES, compiled
+
+    placement = Placement(make_mesh(tensor=8), RULES)
+    for page, positions in ((64, 8), (4, 4)):  # 4 positions are not divided
+        made = compiled(LLAMA, placement, jnp.dtype("float32"), page=page)
+        cache = made.empty(pages=2, size=page)
+        keys, _ = cache.layers[0].arrays
+        assert keys.sharding.shard_shape(keys.shape)[3] == positions

@@ -144,7 +144,7 @@ class LedgerWriter:
         """
         if self.database is None and self._thread is None:
             return
-        recorded, digests = self.settings.record_rollouts, ()
+        recorded, digests, self._routes = self.settings.record_rollouts, (), None
         if recorded and ROUTES_PROCESS in output:
             own = own_routes(output, jax.process_index())
             digests = allgather(routes_digest(own))

@@ -2,7 +2,8 @@
 
 Each part of the mesh's batch axes has pages of its own, for the rows that it has: there a page is
 called by its number on that part. Where there are more devices than heads can be split over, each
-has some positions of every page. Every write is in place, and touches what it writes.
+has some positions of every page, if these can be divided. Every write is in place, and touches what
+it writes.
 
 Shape legend: P pages of a part, p positions of a page, B rows of a call, T tokens of each, C pages
 of a row, K key/value heads, H query heads, h head width, G parts, Lx layers with experts, k experts
@@ -224,9 +225,11 @@ def _axes(layer: Pages, placement: Placement) -> tuple[MeshAxes, MeshAxes]:
 
     Which device has a position follows from the position, so that no neighbour changes a bit.
     """
-    by_head = placement.spec((layer.kv_heads,), ("kv_heads",))[0]
     axes = placement.rules.kv_heads
     devices = placement.size(axes)
+    by_head = placement.spec((layer.kv_heads,), ("kv_heads",))[0]
+    if layer.heads % devices:  # with those that fill the array up
+        by_head = None
     runs_out = by_head is None and devices > 1 and layer.size % devices == 0
     return by_head, axes if runs_out else None
 

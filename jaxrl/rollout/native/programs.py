@@ -317,7 +317,13 @@ class Programs:
         self._cache: kv_cache.Cache | None = None
         self._nothing: device.Prompts | None = None
         self.functions = compiled(
-            config, placement, self.dtype, kernel, experts_kernel, keep_routes=keep_routes
+            config,
+            placement,
+            self.dtype,
+            kernel,
+            experts_kernel,
+            page=self.shape.page,
+            keep_routes=keep_routes,
         )
 
     def load(self, params: Params) -> None:
@@ -605,6 +611,7 @@ def compiled(
     kernel: str | None = None,
     experts_kernel: str | None = None,
     *,
+    page: int = Shape().page,
     keep_routes: bool = False,
 ) -> Compiled:
     """Return the functions of `decode.py`, jitted with the shardings of their results.
@@ -612,6 +619,7 @@ def compiled(
     Args:
         kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
             can.
+        page: positions of a page.
         keep_routes: see `Programs`.
     """
     bind, jit = functools.partial, jax.jit
@@ -626,7 +634,7 @@ def compiled(
     spread = None if alone else placement
     empty = bind(_empty, config, placement.mesh.devices.flat[0], dtype, keep_routes=keep_routes)
     parts = placement.size(placement.rules.batch)
-    cache = kv_cache.cache_shardings(jax.eval_shape(bind(empty, pages=parts, size=8)), placement)
+    cache = kv_cache.cache_shardings(jax.eval_shape(bind(empty, pages=parts, size=page)), placement)
     by_row = placement.sharding((parts,), ("batch",))
     weights = _weight_shardings(config, placement)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
