@@ -14,6 +14,7 @@ QUIET = dict.fromkeys(
 CONTEXT = {"trainer.policy.mesh.context": 2, "trainer.use_sample_packing": True}
 
 
+@pytest.mark.slow  # tests/test_resume.py kills others in the default run
 def test_a_run_killed_and_resumed_equals_uninterrupted(tmp_path):
     whole = train(small(tmp_path / "whole", **QUIET, **CONTEXT))
     config = small(tmp_path / "parts", **QUIET, **CONTEXT)

@@ -44,7 +44,7 @@ def test_a_run_replays_what_was_sampled_and_records_it(tmp_path):
     assert not any(x.different for x in found)
 
 
-@pytest.mark.parametrize("step_wise", [False, True])
+@pytest.mark.parametrize("step_wise", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_turns_of_a_conversation_are_replayed_where_they_stand(tmp_path, step_wise):
     """In bfloat16, where a router chooses otherwise now and then: packed, a forward pass before."""
     changes = {
@@ -76,6 +76,7 @@ def test_turns_of_a_conversation_are_replayed_where_they_stand(tmp_path, step_wi
         assert line["policy/rollout_train_logprobs_abs_diff_max"] < 0.1
 
 
+@pytest.mark.slow  # tests/test_resume.py kills others in the default run
 def test_killed_and_resumed_equals_uninterrupted(tmp_path):
     """Overlapping: units that wait in the checkpoint have their routes with them."""
     given = {**QUIET, **MIXTURE, **REPLAY, "trainer.max_training_steps": 4, **LOCKSTEP}
