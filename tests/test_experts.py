@@ -44,7 +44,8 @@ def test_a_run_replays_what_was_sampled_and_records_it(tmp_path):
     assert not any(x.different for x in found)
 
 
-@pytest.mark.parametrize("step_wise", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # tests/rollout/test_routes.py has conversations in the default run
+@pytest.mark.parametrize("step_wise", [False, True])
 def test_turns_of_a_conversation_are_replayed_where_they_stand(tmp_path, step_wise):
     """In bfloat16, where a router chooses otherwise now and then: packed, a forward pass before."""
     changes = {

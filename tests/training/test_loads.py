@@ -46,7 +46,6 @@ def test_loads_are_of_real_tokens_whatever_the_cut():
     for cut in (
         {"microbatch_rows": 3},
         {"microbatch_rows": 1, "packed": True, "packed_length": 32},
-        {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2), ("expert", 4))},
         {
             "microbatch_rows": 8,
             "devices": 8,

@@ -67,7 +67,10 @@ def test_the_gradient_is_of_the_scores_alone_and_pushes_the_load_apart():
     [
         {"microbatch_rows": 3},
         {"microbatch_rows": 1, "packed": True, "packed_length": 32},
-        {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2), ("expert", 4))},
+        pytest.param(
+            {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2), ("expert", 4))},
+            marks=pytest.mark.slow,  # tests/parallel has meshes in the default run
+        ),
     ],
     ids=["microbatches", "packed", "mesh"],
 )

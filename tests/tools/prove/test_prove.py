@@ -88,6 +88,7 @@ def test_a_section_that_dies_leaves_the_others_and_what_is_done_is_kept(fakes, t
     assert fakes.read_text() == "quick\n" * 2
 
 
+@pytest.mark.slow
 def test_results_of_another_mode_are_not_kept(fakes, tmp_path, monkeypatch):
     sections = {"machine": f"{HERE}:machine", "passes": f"{HERE}:passes"}
     monkeypatch.setattr(proof, "SECTIONS", sections)
@@ -277,6 +278,7 @@ def test_wrong_words(words, told, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_not_here_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu_of_another")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
