@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from jaxrl import activity
 
@@ -62,19 +61,25 @@ def lowering(
         The programs by what tells them apart, in the order of their calls; see `compile_together`.
     """
     programs: dict[Hashable, jax.stages.Lowered] = {}
+    inside = False  # a lowering
 
     def nothing(x: Any) -> np.ndarray:  # gradients are large: no memory for zeros
         return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
     def in_place_of(function: Any) -> Any:
         def lower(*args: Any, **options: Any) -> Any:
-            leaves, structure = jax.tree.flatten(args)
-            if any(isinstance(x, Tracer) for x in leaves):
+            nonlocal inside
+            if inside:
                 return function(*args, **options)
+            leaves, structure = jax.tree.flatten(args)
             shapes = tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
             name = id(function), structure, shapes, tuple(options.items())
             if name not in programs:
-                programs[name] = function.lower(*args, **options)
+                inside = True
+                try:
+                    programs[name] = function.lower(*args, **options)
+                finally:
+                    inside = False
             return jax.tree.map(nothing, programs[name].out_info)
 
         return lower
