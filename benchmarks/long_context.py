@@ -5,7 +5,7 @@
 
 For each length the gradient of one row is compiled, with `mesh.context` over all devices, by each
 strategy, of a shape with few layers. Printed: temporaries of a device, what it sends to others, and
-the largest array that has the row's length twice.
+the largest array that has the row's length twice. With `--window` all layers slide.
 
 With `--one-core`: one layer's attention, forward and backward, on this machine's CPU, by the kernel
 `chunked` of `packed_attention`, the one without the scores of whole rows: temporaries, and the
@@ -66,6 +66,9 @@ def measure(arguments: argparse.Namespace, strategy: str, length: int) -> dict[s
     devices = ahead_of_time.topology_devices(arguments.topology)
     model = transformer_config(arguments.shape)
     model = dataclasses.replace(model, num_layers=arguments.layers)
+    if arguments.window:
+        slides = (True,) * arguments.layers
+        model = dataclasses.replace(model, sliding_window=arguments.window, sliding_layers=slides)
     run = ahead_of_time.assemble(
         model,
         devices,
@@ -155,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--topology", default="v5p:2x2x2")
     parser.add_argument("--shape", default="qwen2.5-7b", choices=list(SHAPES))
     parser.add_argument("--layers", type=int, default=5, help="more than are unrolled")
+    parser.add_argument("--window", type=int, help="every layer slides: what is sent in its branch")
     parser.add_argument("--lengths", type=int, nargs="*")
     parser.add_argument("--one-core", action="store_true", help="one layer's attention, here")
     parser.add_argument("--timed-up-to", type=int, default=32_768, help="of --one-core")

@@ -11,12 +11,13 @@ import pytest
 from jaxrl.config.trainer import CONTEXT_STRATEGIES
 from jaxrl.data.packing import one_per_row
 from jaxrl.models.attention import Segments, attention, causal_mask
-from jaxrl.models.kernels.context_attention import context_attention
-from jaxrl.models.kernels.packed_attention import splash_over
+from jaxrl.models.kernels.context_attention import context_attention, keys_received
+from jaxrl.models.kernels.packed_attention import splash_near, splash_over
 from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.models.transformer import init_params
 from jaxrl.parallel import Placement, make_mesh
 from jaxrl.parallel.context import order_of_places, row_length, split_rows
+from jaxrl.tools.plan import hlo
 from jaxrl.training.forward import state_values
 from tests.training.test_router_losses import MIXED
 from tests.training.test_router_replay import with_routes
@@ -55,6 +56,9 @@ def test_rows_know_where_their_tokens_went():
 ATTENTIONS = {
     "plain": MODEL,
     "windows": dataclasses.replace(MODEL, sliding_window=5, sliding_layers=(True, False)),
+    "windows over 3 pieces": dataclasses.replace(
+        MODEL, sliding_window=16, sliding_layers=(True, False)
+    ),
     "softcap": dataclasses.replace(MODEL, attention_softcap=2.0),
 }
 
@@ -68,11 +72,11 @@ def test_attention_and_its_gradient_are_those_of_whole_rows(strategy, name, size
     shapes = (2, length, 8, 8), (2, 4, length, 8), (2, 4, length, 8)
     q, k, v, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0]))
     ids = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 0]], 12, axis=1))
-    sliding = name == "windows"
+    sliding = name.startswith("windows")
     mask = causal_mask(ids)
-    if sliding:
+    if model.sliding_window is not None:
         ahead = np.arange(length)[:, None] - np.arange(length)
-        mask &= ahead < 5
+        mask &= ahead < model.sliding_window
 
     def whole(q, k, v):
         return attention(model, q, k, v, mask)
@@ -129,6 +133,54 @@ def test_the_kernel_of_tpus_attends_over_devices(window):
     np.testing.assert_allclose(out * real, expected * real, atol=1e-5)
     for mine, other in zip(found, gradients, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+def test_the_kernel_of_tpus_attends_to_what_is_in_front():
+    """Interpreted: 256 queries after 128 keys in front of them, of which the first row has none."""
+    model = dataclasses.replace(MODEL, head_dim=64, sliding_window=100)
+    rng = np.random.default_rng(0)
+    shapes = (2, 256, 4, 64), (2, 2, 384, 64), (2, 2, 384, 64)
+    q, k, v, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0]))
+    key_ids = jnp.asarray(np.repeat([[-1, 1, 1], [3, 3, 4]], 128, axis=1))
+    ahead = np.arange(256)[:, None] + 128 - np.arange(384)
+    mask = (ahead >= 0) & (ahead < 100) & (key_ids[:, 128:, None] == key_ids[:, None])
+
+    def with_gradient(run):
+        return jax.jit(lambda q, k, v: (run(q, k, v), jax.vjp(run, q, k, v)[1](g)))
+
+    expected, gradients = with_gradient(lambda *x: attention(model, *x, mask))(q, k, v)
+    near = functools.partial(
+        splash_near, model, ids=key_ids[:, 128:], key_ids=key_ids, interpret=True
+    )
+    out, found = with_gradient(near)(q, k, v)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for mine, other in zip(found, gradients, strict=True):
+        np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_a_layer_that_slides_is_sent_what_its_window_holds(strategy):
+    """Rows of 1,024 over 8 devices, in pieces of 64: a window of 101 looks back over two of them.
+
+    In front of each of a device's two pieces are 100 keys; all others are 1,024 - 128. The layer
+    has two branches, and what is sent in the one that slides are the 200 keys and their ids.
+    """
+    windows = None, 101, 448, 449, 450
+    assert [keys_received(1024, 8, w) for w in windows] == [896, 200, 894, 896, 896]
+    model = dataclasses.replace(MODEL, sliding_window=101, sliding_layers=(True, False))
+    placement = Placement(make_mesh(context=8))
+    how = {"strategy": strategy, "kernel": "chunked", "placement": placement}
+    q, k = jnp.zeros((1, 1024, 4, 8)), jnp.zeros((1, 2, 1024, 8))
+    ids = jnp.zeros((1, 1024), jnp.int32)
+
+    def layer(q, k, v, ids):
+        return context_attention(model, q, k, v, Segments(ids, True), **how)
+
+    text = jax.jit(layer).lower(q, k, k, ids).compile().as_text()
+    found = hlo.collectives(text)
+    assert {one.kind for one in found} == {"collective-permute"}
+    floats = [one for one in found if one.array.startswith("f32") and len(one.group) == 8]
+    assert sum(one.moved for one in floats) == 2 * 200 * (2 * 8 * 4)  # 2 heads of 8 float32
 
 
 @pytest.mark.parametrize("strategy", ["gather", "ring"])

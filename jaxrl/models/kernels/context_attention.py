@@ -10,10 +10,14 @@ Three ways, which give the same numbers:
   heads, by any kernel, and they are exchanged back (Jacobs et al., 2023,
   https://arxiv.org/abs/2309.14509).
 
+In layers that slide, `gather` and `ring` give way to `_near`, where it sends less: only what lies
+within the window in front of a device's tokens comes to it.
+
 Places are in the order of `parallel.context`. Shape legend: B rows, T tokens of a row on a device,
 C devices, S = C T places, H query heads, K key/value heads, G = H / K, h head width.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -25,7 +29,13 @@ from jax.sharding import PartitionSpec
 from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import Segments, attention, scale, softcap
 from jaxrl.models.kernels.choice import REFERENCE
-from jaxrl.models.kernels.packed_attention import BLOCK, CHUNK, PACKED_ATTENTION, splash_over
+from jaxrl.models.kernels.packed_attention import (
+    BLOCK,
+    CHUNK,
+    PACKED_ATTENTION,
+    splash_near,
+    splash_over,
+)
 from jaxrl.models.linear import einsum_float32
 from jaxrl.parallel.context import order_of_places
 from jaxrl.parallel.rules import Placement
@@ -64,25 +74,51 @@ def context_attention(
     rows, _, heads, _ = placement.spec(q.shape, ("batch", None, "heads", None))
     if placement.spec(k.shape, ("batch", "kv_heads", None, None))[1] != heads:
         heads = None  # a device's query heads would miss their keys
-    order = order_of_places(q.shape[1], devices)
+    length = q.shape[1]
+    order = order_of_places(length, devices)
     if strategy == "auto":
         held = placement.size(placement.rules.batch) * placement.size(heads)
         strategy = "gather" if (k.nbytes + v.nbytes) // held <= MOST_GATHERED else "ring"
-    whole_blocks = q.shape[1] // devices % BLOCK == 0
-    if strategy == "gather" and kernel == "splash" and whole_blocks:
-        return splash_over(config, q, k, v, segments, order, placement, (rows, AXIS, heads))
-    run = {"gather": _gather, "ring": _ring, "ulysses": _ulysses}[strategy]
-    if strategy == "ulysses":
-        run = functools.partial(run, kernel=kernel)
     q_spec, kv_spec = PartitionSpec(rows, AXIS, heads), PartitionSpec(rows, heads, AXIS)
     mask_spec = Segments(PartitionSpec(rows, AXIS), PartitionSpec())  # type: ignore[arg-type]
-    return jax.shard_map(
-        functools.partial(run, config, order),
+    over = functools.partial(
+        jax.shard_map,
         mesh=placement.mesh,
         in_specs=(q_spec, kv_spec, kv_spec, mask_spec),
         out_specs=q_spec,
         check_vma=False,  # a kernel does not say over which axes its output varies
-    )(q, k, v, segments._replace(sliding=jnp.asarray(segments.sliding)))
+    )
+
+    def of_all(config: TransformerConfig, *given: Any) -> jax.Array:
+        if strategy == "gather" and kernel == "splash" and length // devices % BLOCK == 0:
+            return splash_over(config, *given, order, placement, (rows, AXIS, heads))
+        run: Any = {"gather": _gather, "ring": _ring, "ulysses": _ulysses}[strategy]
+        run = functools.partial(run, kernel=kernel) if strategy == "ulysses" else run
+        return over(functools.partial(run, config, order))(*given)
+
+    given = q, k, v, segments._replace(sliding=jnp.asarray(segments.sliding))
+    window = config.sliding_window
+    everything = keys_received(length, devices)
+    if (
+        window is None
+        or strategy == "ulysses"
+        or keys_received(length, devices, window) == everything
+    ):
+        return of_all(config, *given)
+    near = over(functools.partial(_near, config, kernel))
+    far = functools.partial(of_all, dataclasses.replace(config, sliding_window=None))
+    return jax.lax.cond(segments.sliding, near, far, *given)
+
+
+def keys_received(length: int, devices: int, window: int | None = None) -> int:
+    """Return how many keys of a row come to a device in a layer, of which it has its own.
+
+    Args:
+        length: of the row.
+        window: of a layer that slides.
+    """
+    everything = length - length // devices
+    return everything if window is None else min(everything, 2 * (window - 1))
 
 
 class Places(NamedTuple):
@@ -156,6 +192,82 @@ def _places_of_parts(places: Places, parts: jax.Array) -> Places:
 
 def _joined(parts: jax.Array, like: jax.Array) -> jax.Array:
     return parts.swapaxes(0, 1).reshape(*like.shape[:2], *parts.shape[3:])
+
+
+# ---------------------------------------------------------------- keys within a window
+
+
+def _near(
+    config: TransformerConfig,
+    kernel: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+) -> jax.Array:
+    """Attend from this device's two pieces to themselves and to what is just in front of them."""
+    assert config.sliding_window is not None
+    rows, piece, before = q.shape[0], q.shape[1] // 2, config.sliding_window - 1
+    fused = kernel == "splash" and piece % BLOCK == 0
+    if fused:
+        before = -(-before // BLOCK) * BLOCK
+    # a piece is a row of its own from here on, and what is missing in front of the first is of no
+    # segment
+    keys, values = (_with_those_before(x, 2, before) for x in (k, v))
+    key_ids = _with_those_before(segments.ids + 1, 1, before) - 1
+    queries, ids = _pieces(q, 1), _pieces(segments.ids, 1)
+    if fused:
+        out = splash_near(config, queries, keys, values, ids, key_ids)
+        return jnp.concatenate([out[:rows], out[rows:]], axis=1)
+
+    @jax.checkpoint
+    def part(given: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        queries, ids, start = given
+        size = queries.shape[1]
+        near = functools.partial(
+            jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=before + size
+        )
+        ahead = jnp.arange(size)[:, None] + before - jnp.arange(before + size)
+        mask = (ahead >= 0) & (ahead < config.sliding_window)
+        mask &= ids[:, :, None] == near(key_ids, axis=1)[:, None]
+        return attention(config, queries, near(keys, axis=2), near(values, axis=2), mask)
+
+    parts = _parts(queries)
+    key_ids, ids = jax.lax.optimization_barrier(((key_ids, ids), q))[0]  # see `_with`
+    starts = jnp.arange(len(parts)) * parts.shape[2]
+    out = _joined(jax.lax.map(part, (parts, _parts(ids), starts)), queries)
+    return jnp.concatenate([out[:rows], out[rows:]], axis=1)
+
+
+def _pieces(x: jax.Array, axis: int) -> jax.Array:
+    """Make a device's two pieces rows: [B, ..., T, ...] -> [2 B, ..., T / 2, ...]."""
+    return jnp.concatenate(jnp.split(x, 2, axis=axis))
+
+
+def _with_those_before(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Return a device's pieces, each with `count` tokens of the row that are in front of it.
+
+    Zeros stand for those before the row. The pieces in front of piece c are c - 1, c - 2, ..., and
+    device c has piece c and piece 2 C - 1 - c.
+
+    Returns:
+        [2 B, ..., count + T / 2, ...].
+    """
+    devices, (head, tail) = jax.lax.axis_size(AXIS), jnp.split(x, 2, axis=axis)
+    piece = head.shape[axis]
+    pieces = [jnp.concatenate([head, tail])]
+    for hop in range(1, -(-count // piece) + 1):
+        most = min(piece, count - (hop - 1) * piece)
+        ends = (jax.lax.slice_in_dim(y, piece - most, piece, axis=axis) for y in (head, tail))
+        end_of_head, end_of_tail = ends
+        later = [(c, c + hop) for c in range(devices - hop)]
+        earlier = [(c + hop, c) for c in range(devices - hop)]
+        across = [(c, 2 * devices - 1 - hop - c) for c in range(devices - hop, devices)]
+        before_tail = jax.lax.ppermute(end_of_tail, AXIS, earlier)
+        before_tail += jax.lax.ppermute(end_of_head, AXIS, across)  # zeros where nothing comes
+        before_head = jax.lax.ppermute(end_of_head, AXIS, later)
+        pieces.insert(0, jnp.concatenate([before_head, before_tail]))
+    return jnp.concatenate(pieces, axis=axis)
 
 
 # ---------------------------------------------------------------- keys that go round

@@ -216,6 +216,45 @@ def splash_over(
     return out.transpose(0, 2, 1, 3)
 
 
+def splash_near(
+    config: TransformerConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ids: jax.Array,
+    key_ids: jax.Array,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute `splash` within the window where more keys come in front of the queries' own.
+
+    Args:
+        q, k, v: [B, T, H, h], [B, K, S, h] twice; the last T of the S keys are of the queries'
+            tokens. `BLOCK` divides T and S.
+        ids, key_ids: segments [B, T] and [B, S].
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
+
+    assert config.sliding_window is not None
+    shape = q.shape[1], k.shape[2]
+    window, offset = (config.sliding_window - 1, 0), k.shape[2] - q.shape[1]
+    block = next(b for b in (512, 256, BLOCK) if all(n % b == 0 for n in shape))
+    mask = splash_attention_mask.LocalMask(shape, window, offset)
+    kernel: Any = splash_attention_kernel.make_splash_mha_single_device(
+        mask=splash_attention_mask.MultiHeadMask([mask] * q.shape[2]),
+        block_sizes=_splash_blocks(block),
+        attn_logits_soft_cap=config.attention_softcap,
+        residual_checkpoint_name="attention",
+        interpret=interpret,
+    )
+    scaled = (q * jnp.asarray(scale(config), q.dtype)).transpose(0, 2, 1, 3)
+    segments = splash_attention_kernel.SegmentIds(ids, key_ids)
+    return jax.vmap(kernel)(scaled, k, v, segments).transpose(0, 2, 1, 3)
+
+
 def _splash_blocks(block: int) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 

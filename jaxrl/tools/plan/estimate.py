@@ -10,7 +10,9 @@ import jax
 
 from jaxrl.models.architecture import EXPERTS, TransformerConfig, layer_params, layer_stacks
 from jaxrl.models.expert_exchange import GATHER, Exchange, exchange_of
+from jaxrl.models.kernels.context_attention import keys_received
 from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
+from jaxrl.models.transformer import sliding_flags
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.plan.phases import SAMPLING, Part, Phase
 from jaxrl.training.forward import CHUNK_LOGITS, CHUNK_TOKENS, CPU_CHUNK_TOKENS
@@ -133,10 +135,12 @@ def collectives(phase: Phase, remat: str, exchange: str = GATHER) -> dict[str, f
         sent["experts"] = layers * once * (phase.trips if phase.kind == "decode" else 1)
     if phase.kind in SAMPLING:
         return sent
-    if context > 1:  # keys and values of whole rows in each layer; their gradient back
-        held = 2 * rows * length * model.num_kv_heads * model.head_dim / tensor
+    if context > 1:  # keys and values in each layer; their gradient back
+        key = 2 * model.num_kv_heads * model.head_dim / tensor * size
         times = passes[phase.kind] + (phase.kind == "gradient")
-        sent["keys"] = model.num_layers * times * held * (context - 1) * size
+        windows = [model.sliding_window if slides else None for slides in sliding_flags(model)]
+        keys = sum(keys_received(length * context, context, window) for window in windows)
+        sent["keys"] = times * rows * key * keys
     head = math.prod((model.vocab_size, model.hidden_size)) / tensor
     shared, alone = layer_params(model, 0) / tensor + head, _expert_params(model) / tensor / expert
     gathers = 1 if phase.kind == "forward" else 2
