@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests import quick_compile
 
@@ -15,9 +16,10 @@ os.environ["XLA_FLAGS"] = (
     + f" --xla_force_host_platform_device_count=8 {quick_compile.FLAGS}"
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# One cache for this process and its subprocesses: many tests build the same trainer again.
-_CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_tests_")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+# One cache for all processes of a run: many tests build the same trainer again.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,6 +29,33 @@ import jax  # noqa: E402
 
 # Now: whoever asks first for the devices decides how many there are, and some tests set XLA_FLAGS.
 assert jax.device_count() == 8
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """Mark slow what `some` leaves out: all cases of a function but so many, spread evenly."""
+    functions = {}
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.function, []).append(item)
+    for cases in functions.values():
+        count = cases[0].get_closest_marker("some").args[0]
+        kept = {i * len(cases) // count for i in range(count)}
+        for i, item in enumerate(cases):
+            if i not in kept:
+                item.add_marker("slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give a file to one process, and all that share the Ray cluster to the same."""
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "tests/cluster" if file.startswith("tests/cluster/") else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

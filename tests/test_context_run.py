@@ -38,6 +38,7 @@ def test_a_run_killed_and_resumed_equals_uninterrupted(tmp_path):
         assert mine == pytest.approx(others, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_reference_may_have_whole_rows_where_the_policy_has_not(tmp_path):
     other = {"trainer.ref.mesh.context": 1, "trainer.context_strategy": "ring"}
     run = train(small(tmp_path, **QUIET, **CONTEXT, **other, **{"trainer.max_training_steps": 1}))

@@ -26,6 +26,7 @@ QUIET = dict.fromkeys(
 ) | {"trainer.max_training_steps": 2}
 
 
+@pytest.mark.slow
 def test_a_run_replays_what_was_sampled_and_records_it(tmp_path):
     run = train(small(tmp_path, **QUIET, **MIXTURE, **REPLAY))
     for line in metric_lines(tmp_path):

@@ -218,6 +218,7 @@ def test_the_records_of_another_config_are_not_written_over(whole, tmp_path):
     assert (folder / "run" / "metrics.jsonl").read_bytes() == records
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_alone(tmp_path):
     settings = {"trainer.policy.model.lora.rank": 4, "trainer.policy.model.random_init": False}
     base = sft(small(tmp_path / "base"))

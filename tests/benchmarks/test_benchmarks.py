@@ -125,7 +125,8 @@ def test_sandbox(tmp_path, capsys):
     assert all(costs["cpu_seconds"] > 0 for costs in report["costs"].values())
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_grpo_step(tmp_path, capsys, device):
     printed, report = run(grpo_step, tmp_path, capsys, f"--device={device}")
     assert "x ours" in printed
@@ -323,6 +324,7 @@ def test_lengths_and_prompts(tmp_path):
     assert work.lengths["full"] == [8] * 8
 
 
+@pytest.mark.slow
 def test_agreement(tmp_path, capsys):
     variants = "shared prompt", "one stale matrix"
     printed, rows = run(agreement, tmp_path, capsys, "--variants", *variants)

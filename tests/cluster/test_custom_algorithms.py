@@ -74,6 +74,7 @@ def counting(trainer_class):
     return CountingTrainer
 
 
+@pytest.mark.slow
 def test_the_page_trains_the_same_here_and_on_ray(page, tmp_path, monkeypatch):
     local, remote = tmp_path / "local", tmp_path / "remote"
     page["CustomExp"](small(local, **SHORT)).run()

@@ -114,6 +114,7 @@ def test_jit_and_vmap_equal_eager(name):
         assert_close((values[number], grads[number]), eager)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_pmap_and_shard_map_equal_one_device(name):
     """All allowed reductions in one compilation each; a device holds two of the rows.

@@ -161,6 +161,7 @@ def collectives_of(exchange, remat):
     return sum(x.moved * x.times for x in found if x.kind in kinds and "shard_map" in x.source)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("way", [GATHER, ALL_TO_ALL])
 def test_the_compiler_sends_what_the_exchange_says(way, remat):

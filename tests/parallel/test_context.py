@@ -256,6 +256,7 @@ KINDS = {
 SLOW = "clip_cov", "windows, gathered", "ulysses", "adapters"  # the default run has the others
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in KINDS]
 )

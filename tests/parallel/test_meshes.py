@@ -100,6 +100,7 @@ def check(mesh, packed, microbatches, weights):
         assert metrics[key] == pytest.approx(expected_metrics[key], rel=2e-5, abs=1e-6), key
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("case", "packed"), [((1, 4, 2), False), ((2, 2, 2), True)], ids=str)
 def test_gradients_over_kept_ids_too(case, packed):
     batch = make_batch(lengths=LENGTHS[packed])
@@ -119,6 +120,7 @@ def test_the_cover_is_small_and_complete():
     assert set().union(*map(pairs_of, CHOSEN)) == set().union(*map(pairs_of, PRODUCT))
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("case", CHOSEN, ids=name)
 def test_loss_and_gradient_are_those_of_one_device(case):
     check(*case)
@@ -129,6 +131,7 @@ MIXED = dataclasses.replace(
 )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("sizes", "packed", "exchange"),
     [

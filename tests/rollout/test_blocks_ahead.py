@@ -42,6 +42,7 @@ def demands():
     ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [2, 5, 16])
 def test_they_change_no_bit(slots):
     plain, ahead = pair(slots, decode_text=words)

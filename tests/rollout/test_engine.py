@@ -212,6 +212,7 @@ def test_at_the_bounds_of_temperature_and_penalty_tokens_and_log_probs_are_sound
         assert all(np.isfinite(list(top.values())).all() for top in completion.top_log_probs)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("tensor", [2, 4])  # the model has two key/value heads
 def test_a_tensor_parallel_engine_draws_the_same(tensor):
     everything = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}

@@ -43,6 +43,7 @@ def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.some(6)
 @sizes
 @layouts
 @pytest.mark.parametrize("sliding", [False, True])

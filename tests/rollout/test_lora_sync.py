@@ -162,6 +162,7 @@ def test_behind_a_router_all_who_may_have_lost_it_do(world):
     assert all(server.adapters for server in servers)
 
 
+@pytest.mark.slow
 def test_a_server_started_here_gets_the_base_and_then_the_newest_adapter(world, tmp_path):
     engine, (server,), (host,) = world(local=True)
     written = (tmp_path / "weights" / "base" / "model.safetensors").stat().st_mtime_ns

@@ -59,6 +59,7 @@ def samples_of(made, requests):
     return zip(prompts, [x for group in made.generate(requests) for x in group], strict=True)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"data": 2, "expert": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_routes_are_those_of_the_trainer(sizes, ahead):

@@ -412,6 +412,7 @@ def test_a_draw_from_exact_weights_is_the_same_over_devices(vocab):
     np.testing.assert_array_equal(spread(weights, u), inverse_cdf(weights, u))
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("keep", [0, 8])
 @pytest.mark.parametrize("name", ["none", "greedy", "ties", *FILTERS])
 def test_a_split_vocabulary_draws_the_same(name, keep):

@@ -186,6 +186,7 @@ def test_rounding_is_the_same_on_every_mesh(state_dtype):
     assert_bitwise_equal(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_resumed_is_the_run_and_takes_what_was_planned(tmp_path):
     """The second half of it with the moments in host memory."""
     field = "trainer.policy.optimizer_config"

@@ -94,6 +94,7 @@ def test_weights_of_replayed_experts_are_computed_and_differentiated():
     np.testing.assert_allclose(slope, [[0, -0.16, 0, 0.16]], atol=1e-6)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "cut",
     [
@@ -113,6 +114,7 @@ def test_no_cut_changes_the_gradient(cut):
     assert np.linalg.norm(whole[0] - free[0]) > 1e-2 * np.linalg.norm(free[0])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "sizes", [(("fsdp", 2), ("expert", 4)), (("expert", 2), ("tensor", 2), ("fsdp", 2))], ids=str
 )

@@ -50,6 +50,7 @@ def inputs(vocabulary, dtype):
     return y, w, targets, given
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize(("cap", "vocab_dim"), [(None, 0), (5.0, 0), (5.0, 1)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

@@ -47,6 +47,7 @@ def rest(connection):
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_body_that_does_not_come(running, path):
     with connect(running) as connection:

@@ -104,6 +104,7 @@ def test_work_and_its_least_time(capsys, planned):
     assert {"all-reduce", "all-gather"} <= set(gradient["collectives"])
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_refused_with_a_change_that_makes_it_fit(capsys, planned):
     _, _, report = planned(capsys, *MESH)
     needed = report["peak"]
@@ -120,6 +121,7 @@ def test_a_run_that_does_not_fit_is_refused_with_a_change_that_makes_it_fit(caps
     assert printed.endswith("fits\n")
 
 
+@pytest.mark.slow
 def test_an_engine_without_room_for_one_row_is_refused(capsys, planned):
     status, printed, report = planned(capsys, "--topology=l4:2", "--hbm-gib=0.0005")
     assert status == 1
@@ -183,6 +185,7 @@ def test_packed_rows_hold_more_of_shorter_trajectories(capsys, planned):
     assert mean < longest / 2
 
 
+@pytest.mark.slow
 def test_a_plan_makes_as_many_stand_ins_as_gpus_are_asked_for():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "jaxrl.plan", "--estimate", "--topology=h100:3", QUICKSTART]
@@ -427,6 +430,7 @@ def test_prefill_and_decode_are_one_program_and_cost_what_is_theirs(capsys, plan
     assert products < decode["flops"] < 1.1 * products
 
 
+@pytest.mark.slow
 def test_rows_that_the_pages_hold(capsys, planned):
     """Rows of a prompt of 129 tokens and 200 drawn: 328 positions are kept, six pages of 64. The 16
     samples of a prompt share two of them, so a group has 2 + 16 x 4 = 66 pages. Those of 100 tokens
@@ -466,6 +470,7 @@ MIXTURE = (
 )
 
 
+@pytest.mark.slow
 def test_the_compiler_sends_to_experts_what_the_estimate_says(capsys, planned):
     """Two layers of 8 experts, of which a token has two, 64 numbers wide, in float32.
 

@@ -57,6 +57,7 @@ def fakes(monkeypatch, tmp_path):
     return count
 
 
+@pytest.mark.slow
 def test_a_section_that_dies_leaves_the_others_and_what_is_done_is_kept(fakes, tmp_path):
     out, told = tmp_path / "out", []
     assert not prove(out, "quick", tell=told.append)
@@ -97,6 +98,7 @@ def test_results_of_another_mode_are_not_kept(fakes, tmp_path, monkeypatch):
     assert fakes.read_text() == "quick\nwhole\n"
 
 
+@pytest.mark.slow
 def test_results_of_other_files_are_not_kept(fakes, tmp_path, monkeypatch):
     """After an edit or an upgrade what is done is done anew; the version is the same."""
     sections = {"machine": f"{HERE}:machine_with_sources", "passes": f"{HERE}:passes"}
@@ -144,6 +146,7 @@ def budget_of_quick(monkeypatch, seconds):
     monkeypatch.setitem(proof.WORK, "quick", work)
 
 
+@pytest.mark.slow
 def test_what_has_no_time_left_is_left_out_and_the_same_command_goes_on(
     fakes, tmp_path, monkeypatch
 ):
