@@ -132,11 +132,12 @@ class Sampler:
     """The other process.
 
     Args:
-        arguments: of this command.
+        module: of a command that calls `sampler` where it is given --sampler.
+        arguments: of that.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.weight_sync", *arguments, "--sampler"]
+    def __init__(self, module: str, arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", module, *arguments, "--sampler"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(command, **pipes, text=True, cwd=Path(__file__).parents[1])
 
@@ -212,7 +213,11 @@ def measure(arguments: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]
     mesh = make_mesh(devices=jax.devices()[:1])
     shardings = param_shardings(mesh, logical_axes(model), abstract_params(model), ShardingRules())
     params = init_params(model, 0, shardings)
-    size, other, rows = sum(x.nbytes for x in jax.tree.leaves(params)), Sampler(own), []
+    size, other, rows = (
+        sum(x.nbytes for x in jax.tree.leaves(params)),
+        Sampler("benchmarks.weight_sync", own),
+        [],
+    )
     with transports(model, params, other, arguments.groups) as found:
         for name, move in found.items():
             found_so_far = []

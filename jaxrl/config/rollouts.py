@@ -166,6 +166,9 @@ def _check_workers(config: TrainConfig) -> None:
 def _check_transport(config: TrainConfig) -> None:
     engine = config.generator.inference_engine
     if engine.weight_transport == "folder":
+        if engine.weight_delta and not config.trainer.placement.rollout_num_nodes:
+            fix = "weights go through a folder, which is whole; set weight_transport='transfer'"
+            _fail("weight_delta", True, fix)
         return
     if engine.backend != "native":
         fix = f"backend={engine.backend!r} cannot pull weights from a process; set 'folder'"

@@ -93,7 +93,9 @@ def _source(config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any) -
     """Return the transport of the weights: rollout workers pull them, whatever the config names."""
     engine = config.generator.inference_engine
     if engine.weight_transport == "transfer" or config.trainer.placement.rollout_num_nodes:
-        return WeightTransfer(DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config))
+        return WeightTransfer(
+            DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config), delta=engine.weight_delta
+        )
     if cfg.sends_adapters(config):
         return _adapter_folder(config, model, tokenizer)
     return weight_folder(config, model, tokenizer)

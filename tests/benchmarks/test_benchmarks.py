@@ -34,6 +34,7 @@ from benchmarks import (
     staleness,
     tool_use,
     train_step,
+    weight_delta,
     weight_sync,
 )
 from benchmarks.grpo_step import make_workload, skewed_lengths
@@ -85,6 +86,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         staleness,
         tool_use,
         train_step,
+        weight_delta,
         weight_sync,
     ],
 )
@@ -369,6 +371,17 @@ def test_overhead(tmp_path, capsys):
 
 
 @pytest.mark.slow  # another process
+@pytest.mark.slow
+def test_weight_delta(tmp_path, capsys):
+    printed, report = run(weight_delta, tmp_path, capsys)
+    assert "2 receivers, 2% changed" in printed
+    (trained,) = report["runs"]
+    assert len(trained["shares"]) == 2 and 0 < max(trained["shares"]) < 0.5
+    whole, delta = report["pause"]
+    assert whole["sent_mib"] == pytest.approx(whole["whole_mib"])
+    assert delta["sent_mib"] == pytest.approx(0.02 * 2 * whole["whole_mib"], rel=0.2)  # 8 of 4 B
+
+
 def test_weight_sync(tmp_path, capsys):
     printed, report = run(weight_sync, tmp_path, capsys)
     names = [row["transport"] for row in report["rows"]]

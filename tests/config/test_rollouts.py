@@ -87,6 +87,10 @@ def test_engines_in_other_processes(engine, urls):
             },
             "weight_transport='transfer': a router cannot pull",
         ),
+        (
+            {"run_engines_locally": False, "remote_urls": URLS, "weight_delta": True},
+            "weight_delta=True: .*set weight_transport='transfer'",
+        ),
         ({"weight_transport": "files"}, "weight_transport='files': must be 'folder' or 'transfer'"),
         (
             {"weight_transfer_threshold_cuda_ipc_GB": 0.0},

@@ -51,6 +51,11 @@ class Piece(NamedTuple):
         """Return the size of the piece in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Return the ranges as slices of the array."""
+        return tuple(slice(at, at + n) for at, n in zip(self.starts, self.shape, strict=True))
+
 
 Arrays = Mapping[str, Any]  # by path
 

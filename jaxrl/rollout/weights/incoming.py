@@ -2,21 +2,25 @@
 
 A group is pulled from the trainer's process (`jax.experimental.transfer`), compared with its
 checksums and put where it belongs. The old weights are sampled from until the last group is there:
-so this holds one group beside the old weights and the new ones.
+so this holds one group beside the old weights and the new ones; and a copy in host memory, where
+the trainer sends changes.
 """
 
 import ipaddress
+import math
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import transfer
 
 from jaxrl.models.transformer import Params
+from jaxrl.rollout.weights.changes import PLACE, Changes, changed
 from jaxrl.rollout.weights.groups import Assembly, Piece, named, sums, whole_pieces
 
 POLL_SECONDS, CONNECT_SECONDS = 0.002, 5.0
@@ -80,6 +84,9 @@ class Notice:
         number, count: of the group, and of all groups.
         dtype: of the sampler.
         pieces, checksums: of the group.
+        base: the version whose changes are sent; None = the pieces are.
+        changed: how many elements of each piece are, where changes are sent.
+        keep: remember the version, as later ones may be sent as changes of it.
     """
 
     address: str
@@ -91,6 +98,9 @@ class Notice:
     dtype: str
     pieces: tuple[Piece, ...]
     checksums: list[int]
+    base: int | None = None
+    changed: tuple[int, ...] = ()
+    keep: bool = False
 
     @classmethod
     def read(cls, body: Any) -> "Notice":
@@ -114,6 +124,9 @@ class Notice:
                 dtype=str(body["dtype"]),
                 pieces=pieces,
                 checksums=list(_ints(body["checksums"])),
+                base=None if body.get("base") is None else int(body["base"]),
+                changed=_ints(body.get("changed", ())),
+                keep=bool(body.get("keep", False)),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
@@ -123,8 +136,20 @@ class Notice:
             raise ValueError(f"dtype={notice.dtype!r}, {len(notice.checksums)} checksums")
         if not 0 <= notice.number < notice.count or not 0 <= notice.uuid < 2**63:
             raise ValueError(f"group {notice.number} of {notice.count}, uuid={notice.uuid}")
+        if notice.base is not None and len(notice.changed) != len(pieces):
+            raise ValueError(f"changed={notice.changed} of {len(pieces)} pieces")
+        sizes = zip(notice.changed, pieces, strict=False)
+        if any(not 0 <= n <= math.prod(piece.shape) for n, piece in sizes):
+            raise ValueError(f"changed={notice.changed}: more elements than the pieces have")
         _ = notice.place
         return notice
+
+    def parts(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of each array that is pulled: pieces, or places and values."""
+        if self.base is None:
+            return [(piece.shape, piece.dtype) for piece in self.pieces]
+        some = [(n, piece) for n, piece in zip(self.changed, self.pieces, strict=True) if n]
+        return [part for n, p in some for part in (((n,), PLACE.__name__), ((n,), p.dtype))]
 
     def to_json(self) -> dict[str, Any]:
         """Return what `read` reads."""
@@ -174,6 +199,13 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
+class _Kept(NamedTuple):
+    """Hold a version in host memory; None: not whole, or of parts of several versions."""
+
+    version: int | None
+    arrays: dict[str, np.ndarray]
+
+
 class Incoming:
     """Hold the weights that are being received; none is used before all are there.
 
@@ -188,6 +220,8 @@ class Incoming:
         self.seconds = seconds
         self._assembly: Assembly | None = None  # None: no version is on its way
         self._next: tuple[str, int, int, int] | None = None  # transfer, version, count, number
+        self._kept: _Kept | None = None  # the newest version, where its changes may come
+        self._base: _Kept | None = None  # that, while it becomes the version that is on its way
         self._end: transfer.TransferServer | None = None
         self._connection: tuple[str, transfer.TransferConnection] | None = None
         self._lock = threading.Lock()
@@ -203,6 +237,9 @@ class Incoming:
         if notice.number == 0:
             pieces = whole_pieces(named(self.abstract_params), notice.dtype)
             self._assembly, self._next = Assembly(pieces, self.shardings), (*update, 0)
+            self._base, self._kept = self._kept, None
+            if notice.keep and self._base is None:
+                self._base = _Kept(None, {p.name: _blank(p) for p in pieces})
         assembly = self._assembly
         if assembly is None or self._next != (*update, notice.number):
             raise TransferFailed(f"{notice} is not the next that is expected here: begin with 0")
@@ -216,24 +253,31 @@ class Incoming:
         except BaseException:
             self.forget()
             raise
+        self._kept = self._base and self._base._replace(version=notice.version)
         self.forget()
         return jax.tree.unflatten(jax.tree.structure(self.abstract_params), arrays.values())
 
     def forget(self) -> None:
         """Throw away what has come of a version; its next group is refused."""
-        self._assembly = self._next = None
+        self._assembly = self._next = self._base = None
 
     def _pull(self, notice: Notice) -> list[jax.Array]:
+        base = self._base
+        if notice.base is not None and (base is None or base.version != notice.base):
+            message = f"{notice}: version {notice.base}, whose changes it is, is not here"
+            raise TransferFailed(message)
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         wanted = [
-            jax.ShapeDtypeStruct(p.shape, jax.numpy.dtype(p.dtype), sharding=device)
-            for p in notice.pieces
+            jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=device)
+            for shape, dtype in notice.parts()
         ]
         try:
-            arrays = self._connect(notice).pull(notice.uuid, wanted)
+            arrays = self._connect(notice).pull(notice.uuid, wanted) if wanted else []
             _wait(arrays, min(self.seconds, patience(notice.pieces)))
+            if notice.base is not None and base is not None:
+                arrays = jax.device_put(_whole(notice, base.arrays, arrays), device)
             found = sums(arrays)
-        except (RuntimeError, OSError) as error:  # JaxRuntimeError and TimeoutError among them
+        except (RuntimeError, OSError, ValueError) as error:  # JaxRuntimeError among them
             if not isinstance(error, TimeoutError):  # a new one would cost threads and sockets
                 self._connection = None
             raise TransferFailed(f"{notice} did not come from {notice.address}: {error}") from error
@@ -246,6 +290,9 @@ class Incoming:
             raise TransferFailed(
                 f"{notice} came with other bits than were sent: {', '.join(wrong)}"
             )
+        if base is not None:
+            for piece, array in zip(notice.pieces, arrays, strict=True):
+                base.arrays[piece.name][piece.box] = array
         return arrays
 
     def _connect(self, notice: Notice) -> transfer.TransferConnection:
@@ -257,6 +304,21 @@ class Incoming:
                 self._end = self._end or open_transfer(place[0])
                 self._connection = address, self._end.connect(address)
             return self._connection[1]
+
+
+def _blank(piece: Piece) -> np.ndarray:
+    return np.zeros(piece.shape, jax.numpy.dtype(piece.dtype))
+
+
+def _whole(
+    notice: Notice, base: dict[str, np.ndarray], parts: Sequence[jax.Array]
+) -> list[np.ndarray]:
+    """Return the pieces of a group, from those of the version before and their changes."""
+    coming, pieces = map(np.asarray, parts), []
+    for piece, number in zip(notice.pieces, notice.changed, strict=True):
+        made = (next(coming), next(coming)) if number else (np.empty(0, PLACE), np.empty(0))
+        pieces.append(changed(base[piece.name][piece.box], Changes(*made)))
+    return pieces
 
 
 def _wait(arrays: list[Any], seconds: float) -> None:

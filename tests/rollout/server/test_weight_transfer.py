@@ -6,6 +6,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl.rollout.protocol import Request, Sampling
@@ -15,6 +16,7 @@ from jaxrl.rollout.remote.probe import Probe, make_score
 from jaxrl.rollout.server import service
 from jaxrl.rollout.server.build import make_server
 from jaxrl.rollout.weights import transfer as weight_transfer
+from jaxrl.rollout.weights.changes import Changes
 from jaxrl.rollout.weights.groups import Piece
 from jaxrl.rollout.weights.incoming import patience
 from jaxrl.rollout.weights.transfer import WeightTransfer
@@ -43,12 +45,12 @@ def one_device():
     return jax.devices()[:1]
 
 
-def transferring(server, *, probes=True, recovery=300.0, poll=0.1, hosts=()):
+def transferring(server, *, probes=True, recovery=300.0, poll=0.1, hosts=(), delta=False):
     return RemoteEngine(
         [server.url.removesuffix("/v1")] * max(1, len(hosts)),
         "native",
         hosts=hosts,
-        weights=WeightTransfer(jnp.float32, GROUP_BYTES),
+        weights=WeightTransfer(jnp.float32, GROUP_BYTES, delta=delta),
         probe=Probe(make_score(MODEL, jnp.float32, None, 16), MODEL.vocab_size, 1e-3)
         if probes
         else None,
@@ -71,6 +73,144 @@ def test_samples_are_those_with_weights_from_a_folder(server, tmp_path_factory):
     engine.update_weights(PARAMS, 5)
     assert tokens(engine) == expected
     engine.close()
+
+
+def few_changes(params):
+    """Other parameters, of which three elements have other bits."""
+    embed, wq = params["embed"], params["layers"]["wq"]
+    layers = params["layers"] | {"wq": wq.at[0, 1, 2, 3].add(1.0).at[1, 3, 2, 1].set(0.5)}
+    return params | {"embed": embed.at[3, 1].add(0.25), "layers": layers}
+
+
+def test_what_changed_is_sent_where_that_is_less(server):
+    """Three elements, each as a place of 4 bytes and a float32; then all, in their groups."""
+    engine = transferring(server, delta=True)
+    engine.update_weights(PARAMS, 5)
+    everything = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    assert engine.source.sent_bytes == everything
+    other = few_changes(PARAMS)
+    engine.update_weights(other, 6)
+    assert engine.source.sent_bytes == 3 * (4 + 4)
+    found = tokens(engine)
+    engine.update_weights(other, 7)  # nothing changed
+    assert engine.source.sent_bytes == 0
+    engine.update_weights(jax.tree.map(lambda x: x * 1.01, other), 8)
+    assert 0.99 * everything < engine.source.sent_bytes <= everything
+    engine.close()
+    whole = transferring(server)
+    whole.update_weights(other, 6)
+    assert tokens(whole) == found
+    whole.close()
+
+
+def test_a_server_without_the_version_before_gets_the_whole(server):
+    """It was started again; and it got weights of another trainer under the number of ours."""
+    engine, other = (transferring(server, delta=True, poll=60.0) for _ in range(2))
+    everything = sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    engine.update_weights(PARAMS, 5)
+    server._weights[2]._kept = None
+    engine.update_weights(few_changes(PARAMS), 6)
+    assert engine.source.sent_bytes == 4 + 4 + everything  # a change in vain
+    other.update_weights(jax.tree.map(lambda x: x + 1, PARAMS), 6)
+    engine.update_weights(PARAMS, 7)
+    assert engine.source.sent_bytes == 4 + 4 + everything  # the sum of the whole found it out
+    engine.close()
+    other.close()
+
+
+@pytest.fixture
+def two_versions(server):
+    """A trainer's end whose version 5 a server has, and its offer of version 6."""
+    end = WeightTransfer(jnp.float32, GROUP_BYTES, delta=True)
+    first = end.publish(PARAMS, 5)
+    for number in range(len(first.groups)):
+        notice = end.offer("127.0.0.1", first, number, "first")
+        assert ask(server, "/receive_weights", notice.to_json())[0] == 200
+    yield end, end.publish(few_changes(PARAMS), 6)
+    held = server.host.guests.version
+    assert held == 5  # whatever came
+
+
+def test_changes_of_a_version_that_is_not_there_are_refused(server, two_versions):
+    end, offer = two_versions
+    notice = end.offer("127.0.0.1", offer, 0, "second", 5).to_json()
+    status, answer = ask(server, "/receive_weights", notice | {"base": 4})
+    assert status == 502
+    assert "version 4, whose changes it is, is not here" in answer["error"]["message"]
+
+
+def test_wrong_changes_are_found_out_by_the_whole(server, two_versions, monkeypatch):
+    end, offer = two_versions
+    right = weight_transfer.changes
+
+    def elsewhere(before, after):
+        made = right(before, after)
+        return made._replace(places=made.places + 1)
+
+    monkeypatch.setattr(weight_transfer, "changes", elsewhere)
+    status, answer = send_all(server, end, offer)
+    assert status == 502 and "came with other bits than were sent: " in answer["error"]["message"]
+
+
+def test_places_outside_of_a_piece_are_refused(server, two_versions, monkeypatch):
+    end, offer = two_versions
+    right = weight_transfer.changes
+
+    def beyond(before, after):
+        made = right(before, after)
+        return made._replace(places=made.places + np.uint32(before.size))
+
+    monkeypatch.setattr(weight_transfer, "changes", beyond)
+    status, answer = send_all(server, end, offer)
+    assert status == 502 and re.search("place .* of a piece of ", answer["error"]["message"])
+
+
+def test_changes_that_are_cut_short_are_refused(server, two_versions, monkeypatch):
+    end, offer = two_versions
+    right = weight_transfer.changes
+
+    def short(before, after):
+        made = right(before, after)
+        return Changes(made.places[:-1], made.values[:-1])
+
+    monkeypatch.setattr(weight_transfer, "changes", short)
+    status, answer = send_all(server, end, offer)
+    assert status == 502 and "came with other bits than were sent: " in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_changes_of_another_number_than_were_sent_are_refused(server, two_versions, change):
+    end, offer = two_versions
+    offer = end.publish(jax.tree.map(lambda x: x.at[..., :2].add(1), PARAMS), 6)
+    notice = end.offer("127.0.0.1", offer, 0, "second", 5).to_json()
+    assert notice["changed"][0] == 2 * PARAMS["embed"].shape[0]
+    other = [notice["changed"][0] + change, *notice["changed"][1:]]
+    status, answer = ask(server, "/receive_weights", notice | {"changed": other})
+    assert status == 502 and "did not come from" in answer["error"]["message"]
+
+
+def test_changes_in_another_order_are_refused(server, two_versions):
+    end, offer = two_versions
+    first, second = (end.offer("127.0.0.1", offer, n, "second", 5).to_json() for n in (0, 1))
+    assert ask(server, "/receive_weights", first)[0] == 200
+    assert ask(server, "/receive_weights", second | {"number": 2})[0] == 502
+
+
+@pytest.mark.parametrize("changed", [[10**9], [-1], [1, 2, 3], "some"])
+def test_a_notice_of_impossible_changes_is_refused(server, two_versions, changed):
+    end, offer = two_versions
+    notice = end.offer("127.0.0.1", offer, 0, "second", 5).to_json()
+    assert ask(server, "/receive_weights", notice | {"changed": changed, "base": 5})[0] == 400
+
+
+def send_all(server, end, offer):
+    """Give notice of all groups until one is refused; the last answer."""
+    for number in range(len(offer.groups)):
+        notice = end.offer("127.0.0.1", offer, number, "second", 5)
+        answered = ask(server, "/receive_weights", notice.to_json())
+        if answered[0] != 200:
+            break
+    return answered
 
 
 def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, monkeypatch):
