@@ -99,10 +99,21 @@ class Checkpointer:
             create=False,
             lightweight_initialize=True,  # a damaged checkpoint must not keep others from loading
         )
+        # where one process fails to read, the others must not wait for it within orbax
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=jax.process_index(), active_processes={jax.process_index()}
+        )
+        reading = ocp.CheckpointManagerOptions(
+            step_prefix=PREFIX,
+            create=False,
+            lightweight_initialize=True,
+            multiprocessing_options=alone,
+        )
         _print_no_tracebacks()
         with missing_packages_named(field, folder):
-            self.manager = ocp.CheckpointManager(
-                self.folder, options=options, item_handlers=item_handlers()
+            self.manager, self._reader = (
+                ocp.CheckpointManager(self.folder, options=chosen, item_handlers=item_handlers())
+                for chosen in (options, reading)
             )
         self.on_commit: Callable[[str], None] = lambda path: None  # told of each whole checkpoint
         self._saving: int | None = None
@@ -158,6 +169,7 @@ class Checkpointer:
         """Wait, then stop the threads that write."""
         self.wait()
         self.manager.close()
+        self._reader.close()
 
     @contextlib.contextmanager
     def _named_failure(self) -> Iterator[None]:
@@ -182,10 +194,12 @@ class Checkpointer:
     def refuse_later_than(self, step: int) -> None:
         """Refuse to start at `step` in a folder that holds later checkpoints of another run.
 
+        A collective.
+
         Raises:
             CheckpointError: the folder holds later steps.
         """
-        later = sorted(s for s in self.manager.all_steps() if s > step)
+        later = sorted(s for s in self._steps() if s > step)
         if later:
             raise CheckpointError(
                 f"trainer.ckpt_path={str(self.folder)!r} holds the steps {later} of another run, "
@@ -193,10 +207,14 @@ class Checkpointer:
                 f"run, {OWN_FOLDERS}; or delete them, or set trainer.resume_mode=latest"
             )
 
+    def _steps(self) -> set[int]:
+        """Return the steps that any process of the job sees; a collective."""
+        return set().union(*allgather(_read(self.folder, self.manager.all_steps)))
+
     def read_meta(self, step: int) -> dict[str, Any]:
         """Return the JSON part of a checkpoint alone."""
         args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        meta = self.manager.restore(step, args=args)["meta"]
+        meta = self._reader.restore(step, args=args)["meta"]
         if missing := META_KEYS - set(meta or {}):
             raise ValueError(f"meta lacks {sorted(missing)}")
         return meta
@@ -204,7 +222,8 @@ class Checkpointer:
     def restore(self, step: int, abstract_state: TrainState, meta: dict[str, Any]) -> TrainState:
         """Return the state of a step, with the shapes, dtypes and shardings of `abstract_state`.
 
-        What else was saved is then in `restored_meta` and `restored_buffer`.
+        What else was saved is then in `restored_meta` and `restored_buffer`. A collective: where
+        one process cannot read it, all raise the same error, which names that process.
 
         Args:
             meta: what this run would save; a changed source of a user function, another mesh, and
@@ -217,7 +236,7 @@ class Checkpointer:
                 the message shows the difference.
         """
         path = self.folder / f"{PREFIX}_{step}"
-        saved = _read(path, lambda: self.read_meta(step))
+        saved = agree(_read(path, lambda: self.read_meta(step)))
         refuse_other(str(path), saved, meta)
         warn_of_changed_functions(str(path), saved["functions"], meta["functions"])
         if meta.get("total_steps", step + 1) > step:  # else nothing follows
@@ -226,15 +245,18 @@ class Checkpointer:
         targets = ocp.checkpoint_utils.construct_restore_args(abstract)
         args = ocp.args.Composite(state=ocp.args.PyTreeRestore(abstract, restore_args=targets))
 
-        def read() -> tuple[TrainState, Buffer | None]:
-            state: Any = self.manager.restore(step, args=args)["state"]
-            if isinstance(state, dict) and isinstance(abstract_state, TrainState):  # `as_saved`
-                state = abstract_state.replace(**state)
+        def read() -> tuple[Any, Buffer | None]:
+            state = self._reader.restore(step, args=args)["state"]
+            return state, self._read_buffer(step, saved.get("buffer_checksums"))
+
+        def compare() -> None:
             if different := differences(saved["checksums"], checksums(state)):
                 raise ValueError(f"the values of {sorted(different)} are not those that were saved")
-            return cast(TrainState, state), self._read_buffer(step, saved.get("buffer_checksums"))
 
         state, buffer = _read(path, read)
+        if isinstance(state, dict) and isinstance(abstract_state, TrainState):  # `as_saved`
+            state = abstract_state.replace(**state)
+        _read(path, compare)  # a collective: it begins when all have read
         self.restored_meta, self.restored_buffer = saved, buffer
         return state
 
@@ -242,7 +264,7 @@ class Checkpointer:
         if saved is None:
             return None
         args = ocp.args.Composite(buffer=ocp.args.PyTreeRestore())
-        found = self.manager.restore(step, args=args)["buffer"]
+        found = self._reader.restore(step, args=args)["buffer"]
         buffer = {name: np.asarray(array) for name, array in found.items()}
         if different := differences(saved, host_checksums(buffer)):
             raise ValueError(f"{sorted(different)} of the buffer are not what was saved")
@@ -260,8 +282,7 @@ class Checkpointer:
             UnreadableCheckpoint: one cannot be read now; nothing is renamed.
         """
         damaged: dict[int, DamagedCheckpoint] = {}
-        steps = _read(self.folder, self.manager.all_steps)
-        for step in sorted(steps, reverse=True):
+        for step in sorted(self._steps(), reverse=True):
             try:
                 state = self.restore(step, abstract_state, meta)
             except DamagedCheckpoint as error:
@@ -316,7 +337,7 @@ def resume(
     if resume_mode == "latest":
         found = checkpointer.restore_latest(abstract_state, meta)
     elif resume_mode == "from_path":
-        folder, step = parse_resume_path(resume_path or "")
+        folder, step = _in_all(lambda: parse_resume_path(resume_path or ""))
         checkpointer.refuse_later_than(step)
         source = Checkpointer(folder, read_only=True)
         found = step, source.restore(step, abstract_state, meta)
@@ -379,7 +400,7 @@ def _read(path: Any, read: Callable[[], T]) -> T:
         except Exception as error:
             problem = may_pass(error), in_short(error)
             cause = error if pause is None or not problem[0] else None  # it holds what was read
-        problems = [one for one in allgather(problem) if one]
+        problems = _problems_of_job(problem)
         if not problems:
             return cast(T, found)
         passing = [text for passes, text in problems if passes]
@@ -396,6 +417,34 @@ def _read(path: Any, read: Callable[[], T]) -> T:
         )
         time.sleep(pause)
     raise AssertionError
+
+
+def _in_all(find: Callable[[], T]) -> T:
+    """Return what is found, in every process of the job.
+
+    Raises:
+        CheckpointError: that of one process, in all.
+    """
+    found = problem = None
+    try:
+        found = find()
+    except CheckpointError as error:
+        problem = False, str(error)
+    if problems := _problems_of_job(problem):
+        raise CheckpointError(problems[0][1])
+    return cast(T, found)
+
+
+def _problems_of_job(problem: tuple[bool, str] | None) -> list[tuple[bool, str]]:
+    """Return the problems of all processes; where some have none, with who has them."""
+    found = allgather((problem, socket.gethostname()))
+    if all(one for one, _ in found):
+        return [one for one, _ in found if one]
+    return [
+        (one[0], f"in process {process} on {host}: {one[1]}")
+        for process, (one, host) in enumerate(found)
+        if one
+    ]
 
 
 def in_short(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxrl.records.checkpoint import Checkpointer, DamagedCheckpoint, UnreadableCheckpoint, resume
+from tests.jobs import run
 from tests.records.test_checkpoint import META, SMALL, save, steps_in
 
 NOISE = {"noise": np.random.default_rng(0).standard_normal((300, 100)).astype(np.float32)}
@@ -247,3 +248,9 @@ def test_a_damaged_buffer_is_a_damaged_checkpoint(tmp_path, break_it):
     with pytest.warns(UserWarning, match="(?s)global_step_7 is damaged.*Falling back to step 5"):
         resume(own, "latest", None, SMALL, META)
     assert own.restored_buffer is None
+
+
+def test_what_one_process_cannot_read_all_processes_refuse(tmp_path):
+    """With one reason, which names that process; within orbax the others would wait for it."""
+    for ended in run(["-m", "tests.records.one_cannot_read_job", str(tmp_path)], 2, devices=1):
+        assert ended.status == 0, ended.error[-3000:]
