@@ -1,7 +1,7 @@
 """What this process is doing, and what it has to say; `records.display` shows it.
 
 Any layer may tell: nothing here knows who shows it. Without a display, what is said is printed, and
-nobody looks at what is being done.
+nobody looks at what is being done, but `parallel.watchdog`, whether anything is.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from types import SimpleNamespace
 QUIET, TIDY, FULL = range(3)
 _printed = SimpleNamespace(level=FULL)
 _going_on: dict[int, "Activity"] = {}
+_place = SimpleNamespace(step=0, phases=[], count=0)
 
 
 @dataclass
@@ -72,6 +73,44 @@ def described(activities: list[Activity]) -> str:
         if one.waiting:
             texts.append(f"rewards: {one.waiting} waiting")
     return "; ".join(texts)
+
+
+# ---------------------------------------------------------------- where a run is
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Tell that a phase of a step goes on while the block runs."""
+    _place.phases.append(name)
+    progressed()
+    try:
+        yield
+    finally:
+        _place.phases.remove(name)
+        progressed()
+
+
+def begin_step(step: int) -> None:
+    """Tell that a step begins."""
+    _place.step = step
+    progressed()
+
+
+def progressed() -> None:
+    """Tell that something was done that no phase and no activity shows."""
+    _place.count += 1
+
+
+def place() -> str:
+    """Say where the run is: "generate of step 3", the innermost phase."""
+    phases = _place.phases[-1:] or ["between phases"]
+    return f"{phases[0]} of step {_place.step}" if _place.step else phases[0]
+
+
+def progress() -> tuple[object, ...]:
+    """Return what is another value whenever something was done."""
+    goes_on = [(id(x), x.done, x.waiting, x.detail) for x in list(_going_on.values())]
+    return _place.count, *goes_on
 
 
 # ---------------------------------------------------------------- what is said

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 DONE, FAILED, REFUSED = 0, 1, 2  # FAILED: a check did, or an alarm has stopped the run
 CRASHED = 70  # the run may be started again
+STALLED = 75  # as well: it stood still
 INTERRUPTED = 130  # 128 + SIGINT, as of shells
 MENDABLE = ValueError, OSError  # what a user can mend: wrong input, files and folders
 # That of a command which needs packages of an extra, too.

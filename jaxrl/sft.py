@@ -193,6 +193,7 @@ class SFTTrainer:
                 self.record(0, self.evaluate())
             for step in range(first + 1, self.total_steps + 1):
                 folders.refuse_if_lost()
+                activity.begin_step(step)
                 metrics = self.train_step(step)
                 if self._due(step, trainer.eval_interval):
                     metrics |= self.evaluate()

@@ -32,6 +32,20 @@ def test_the_part_that_goes_on_has_its_number():
         assert activity.described(activity.going_on()) == "saving step 20"
 
 
+def test_the_innermost_phase_is_where_a_run_is():
+    seen = [activity.progress()]
+    activity.begin_step(3)
+    seen.append(activity.progress())
+    assert activity.place() == "between phases of step 3"
+    with activity.phase("eval"), activity.phase("callbacks"):
+        assert activity.place() == "callbacks of step 3"
+        seen.append(activity.progress())
+    seen.append(activity.progress())
+    activity.begin_step(0)
+    assert activity.place() == "between phases"
+    assert len(set(seen)) == 4  # each time something was done
+
+
 def test_what_goes_on_side_by_side_under_one_name_is_one():
     with activity.doing("rollouts", 8) as first, activity.doing("rollouts", 8) as second:
         first.done, second.done, second.waiting = 5, 2, 3

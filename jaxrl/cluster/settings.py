@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     restart_backoff_seconds: float
     start_seconds: int
     heartbeat_seconds: int
+    stall_seconds: int
 
     def restarts(self) -> Restarts:
         """Return the restarts of a job that has had none yet."""
@@ -43,10 +44,11 @@ class Settings(NamedTuple):
         return Path(self.log_folder) / f"process_{name}.log"
 
     def limits(self) -> dict[str, str]:
-        """Return the seconds that `jaxrl.parallel.start_processes` reads in the environment."""
+        """Return the seconds that `jaxrl.parallel.processes` reads in the environment."""
         return {
             "JAXRL_START_SECONDS": str(self.start_seconds),
             "JAXRL_HEARTBEAT_SECONDS": str(self.heartbeat_seconds),
+            "JAXRL_STALL_SECONDS": str(self.stall_seconds),
         }
 
 
@@ -70,6 +72,7 @@ def settings_of(config: Any) -> Settings:
         restart_backoff_seconds=cluster.restart_backoff_seconds,
         start_seconds=cluster.start_seconds,
         heartbeat_seconds=cluster.heartbeat_seconds,
+        stall_seconds=cluster.stall_seconds,
     )
 
 

@@ -1,7 +1,8 @@
 """Supervise a job: all its processes run, or all are ended and started again.
 
-A process that died ends the attempt, for the others cannot go on without it. The next one goes on
-from the newest checkpoint. What a user must mend is not tried again.
+A process that died ends the attempt, for the others cannot go on without it; so does one that says
+that the job stands still (`parallel.watchdog`). The next one goes on from the newest checkpoint.
+What a user must mend is not tried again.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxrl.cli import CRASHED, DONE, FAILED, REFUSED
+from jaxrl.cli import CRASHED, DONE, FAILED, REFUSED, STALLED
 from jaxrl.cluster.host import Report
 from jaxrl.files import as_path, missing_packages_named
 
@@ -23,6 +24,9 @@ LOST = -1  # status of a process whose host does not answer any more
 POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
 SETTLE_SECONDS = 3.0  # for others to say why, once one has ended
 STEP_PREFIX = "global_step_"  # of jaxrl.records.checkpoint_folders
+# What a process says of a job that stands still: `parallel.watchdog`, and faulthandler's timer.
+STALL = re.compile(r"^(?:stalled: (?P<where>.*)|Timeout \(\d+:\d\d:\d\d.*)$", re.MULTILINE)
+THREAD = re.compile(r"^(?:Current t|T)hread 0x.*\n(?P<innermost>.*)$", re.MULTILINE)
 
 
 class HostLost(Exception):
@@ -107,22 +111,41 @@ class Console:
     """Print what processes print: the first's as it comes, lines of the others with their names.
 
     A line that was already shown is shown once: all processes say the same of a wrong config.
+
+    Attributes:
+        stacks: what processes of a job that stands still say, which is not printed.
+        asked: processes that were asked for them; what they say is that.
     """
 
     def __init__(self, labels: dict[int, str]) -> None:
         self._labels, self._rest = labels, dict.fromkeys(labels, "")
         self._shown: set[str] = set()
+        self.stacks: dict[int, str] = {}
+        self.asked: set[int] = set()
 
     def show(self, report: Report) -> None:
         """Print what is new; an unfinished line of another process waits for its end."""
         label, ended = self._labels[report.index], report.status is not None
-        text = self._rest.pop(report.index, "") + report.text
+        text = self._without_stacks(report.index, self._rest.pop(report.index, "") + report.text)
         lines = re.findall(r"[^\n]*\n|[^\n]+", text)
         if label and not ended and lines and not lines[-1].endswith("\n"):
             self._rest[report.index] = lines.pop()
         for line in lines:
             self._line(label, line)
         sys.stdout.flush()
+
+    def _without_stacks(self, index: int, text: str) -> str:
+        """Return what comes before the stacks of a process, and keep these."""
+        if self.asked and index in self.stacks and index not in self.asked:  # it says it again
+            return ""
+        sign = STALL.search(text)
+        begin = sign.start() if sign else len(text)
+        if index in self.stacks or index in self.asked:
+            begin = 0
+        if begin == len(text):
+            return text
+        self.stacks[index] = self.stacks.get(index, "") + text[begin:]
+        return text[:begin]
 
     def _line(self, label: str, line: str) -> None:
         plain = line.strip().rpartition("\r")[2]  # of a progress bar the last state
@@ -192,11 +215,14 @@ def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report |
     """Wait for the report that ends the attempt and return it, None if all ended well.
 
     That of the first, unless another process says why: what the user must mend makes others crash.
+    Where the job stands still its status is STALLED, and its text says where.
     """
     failed: list[Report] = []
     deadline = math.inf
     while running and time.monotonic() < deadline:
         news = _news(attempt, console, running)
+        if console.stacks:
+            return _stalled(attempt, console, running)
         failed += [report for report in news if report.status not in (None, DONE)]
         if any(report.status in FINAL for report in failed):
             break
@@ -204,6 +230,46 @@ def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report |
             deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
     final = [report for report in failed if report.status in FINAL]
     return next(iter(final + failed), None)
+
+
+def _stalled(attempt: Attempt, console: Console, running: set[int]) -> Report:
+    """Wait for the stacks of all processes, and print them.
+
+    One that holds the interpreter's lock cannot say by itself where it is: it is asked.
+    """
+    _settle(attempt, console, running)  # whole: other launchers' processes end with these
+    if silent := running - set(console.stacks):
+        console.asked = silent
+        attempt.signal(signal.SIGUSR1)
+        _settle(attempt, console, running)
+    for index, text in sorted(console.stacks.items()):
+        _say(f"the stacks of process {index}:\n{text.rstrip()}")
+    return Report(min(console.stacks), _where(console.stacks, silent), STALLED)
+
+
+def _settle(attempt: Attempt, console: Console, running: set[int]) -> None:
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while running and time.monotonic() < deadline:
+        _news(attempt, console, running)
+
+
+def _where(stacks: dict[int, str], silent: set[int]) -> str:
+    """Say in which process the job stands still, and where that is."""
+    found = {index: STALL.search(text) for index, text in sorted(stacks.items())}
+    said = {index: sign["where"] for index, sign in found.items() if sign and sign["where"]}
+    if unable := [index for index in sorted({*stacks, *silent}) if index not in said]:
+        odd = f"process {unable[0]} holds the lock of its interpreter, or does not run"
+    elif busy := [index for index in said if not _waits_for_others(stacks[index])]:
+        return f"the job stands still: {said[busy[0]]}"
+    else:
+        odd = "every process waits for its devices"
+    return f"the job stands still: {'; '.join([odd, *list(said.values())[:1]])}"
+
+
+def _waits_for_others(stacks: str) -> bool:
+    """Return whether the main thread, the last of the stacks, waits for devices, in JAX."""
+    innermost = [thread["innermost"] for thread in THREAD.finditer(stacks)]
+    return bool(innermost) and "/jax/" in innermost[-1]
 
 
 def _news(attempt: Attempt, console: Console, running: set[int]) -> list[Report]:
@@ -221,6 +287,8 @@ def _outcome(first: Report | None) -> tuple[int, str]:
     if first is None:
         return DONE, ""
     assert first.status is not None
+    if first.status == STALLED and first.text:
+        return STALLED, first.text
     ended = f"ended with status {first.status}"
     if first.status == LOST:
         ended = "was lost with its host"

@@ -197,6 +197,10 @@ class ClusterConfig(BaseConfig):
     """Within which all hosts must be free and all processes must have joined the job."""
     heartbeat_seconds: Annotated[int, positive] = 100
     """After which a silent process counts as dead; the others then end, too."""
+    stall_seconds: Annotated[int, not_negative] = 3600
+    """Seconds in which no process of the job does anything, after which all print their stacks and
+    are started again; 0 = no limit. What counts is a phase that begins or ends, a block of tokens,
+    a trajectory, a compiled program: it must be longer than the slowest of these."""
 
 
 @dataclass

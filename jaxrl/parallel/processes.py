@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import jaxrl
 from jaxrl import cli
+from jaxrl.parallel import watchdog
 from jaxrl.parallel.shares import Share, put_share
 from jaxrl.parallel.xla_flags import set_flags
 
@@ -37,6 +38,7 @@ T = TypeVar("T")
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAXRL_NUM_PROCESSES", "JAXRL_PROCESS_ID"
 HEADER, FIRST, CHUNK = 8, 4096, 2**20  # bytes: of the length; sent at once; of a further round
 START, HEARTBEAT = "JAXRL_START_SECONDS", "JAXRL_HEARTBEAT_SECONDS"
+STALL = "JAXRL_STALL_SECONDS"
 START_SECONDS, HEARTBEAT_SECONDS = 300, 100
 
 
@@ -52,7 +54,8 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     """Run `main(argv)`, in a process of a job if the environment or --distributed says so.
 
     A process that fails ends at once: at its regular end JAX would have it wait for the others,
-    which wait for it in a computation. They end when it is gone. The first alone prints.
+    which wait for it in a computation. They end when it is gone. The first alone prints. A job that
+    stands still for JAXRL_STALL_SECONDS ends, see `parallel.watchdog`; 0 = it is not watched.
 
     Outside of a job an interrupt (Ctrl-C) is one line, with what `main` says in it, and status 130
     as of shells.
@@ -68,6 +71,8 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
             return cli.INTERRUPTED
     try:
         start_processes()
+        if seconds := _number(STALL, None):
+            watchdog.start(seconds)
         quiet = contextlib.nullcontext() if is_first() else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with quiet as nothing, contextlib.redirect_stdout(nothing or sys.stdout):
             status = main([word for word in argv if word != "--distributed"])

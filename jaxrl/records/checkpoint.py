@@ -258,7 +258,7 @@ class Checkpointer:
             state = abstract_state.replace(**state)
         _read(path, compare)  # a collective: it begins when all have read
         self.restored_meta, self.restored_buffer = saved, buffer
-        return state
+        return cast(TrainState, state)
 
     def _read_buffer(self, step: int, saved: dict[str, int] | None) -> Buffer | None:
         if saved is None:

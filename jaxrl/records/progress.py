@@ -24,10 +24,10 @@ DOING = {
 
 @contextlib.contextmanager
 def timed(metrics: Metrics, name: str) -> Iterator[None]:
-    """Add the seconds of a block to `timing/<name>`; name it for displays and for the profiler."""
+    """Add the seconds of a block to `timing/<name>`, and tell displays and the profiler of it."""
     started = time.perf_counter()
     goes_on = activity.doing(DOING[name]) if name in DOING else contextlib.nullcontext()
-    with goes_on, jax.profiler.TraceAnnotation(name):
+    with activity.phase(name), goes_on, jax.profiler.TraceAnnotation(name):
         yield
     key = f"timing/{name}"
     metrics[key] = metrics.get(key, 0.0) + time.perf_counter() - started

@@ -176,6 +176,7 @@ class Recorder:
         """Keep records around the nine lines of a step while the block runs."""
         if self.folders:
             self.folders.refuse_if_lost()
+        activity.begin_step(step)
         if (step - 1) % self.steps_per_epoch == 0:
             self.fire("on_epoch_start", step)
         self.fire("on_step_start", step)

@@ -2,6 +2,7 @@
 was left alone."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,20 @@ def test_a_killed_process_costs_no_step(whole, tmp_path, how, index):
     assert_same(job.finish(), whole)
     assert "restart 1 of 3 in a row, after step" in job_text(tmp_path)
     wait_until_dead(pids["0"], pids["1"])
+
+
+def test_a_process_that_stands_still_costs_no_step(whole, tmp_path):
+    stall = {
+        "trainer.cluster.stall_seconds": 30,
+        "trainer.watching.callbacks": "['tests.cluster.stalling_job:StandsStillOnce']",
+    }
+    mark = {"STOOD_STILL": str(tmp_path / "stood_still")}
+    assert_same(Launched(tmp_path, LOCAL.format(2), environment=mark, **stall).finish(), whole)
+    assert (tmp_path / "stood_still").exists()
+    said = re.search("launch: the job stands still: (.*)", job_text(tmp_path))[1]
+    assert said.startswith("process 1 on ")
+    assert ": callbacks of step 4, nothing done for 3" in said
+    assert said.endswith("; restart 1 of 3 in a row, after step 3, in 0.1 s")
 
 
 def test_a_killed_actor_costs_no_step(whole, tmp_path):

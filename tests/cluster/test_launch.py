@@ -190,7 +190,11 @@ def test_the_launcher_reads_what_it_needs_of_a_recipe(tmp_path, capsys):
     found = settings.Settings(*json.loads(capsys.readouterr().out))
     assert (found.max_restarts, found.resume_mode) == (7, "latest")
     assert found.log(1) == tmp_path / "quickstart" / "logs" / "process_1.log"
-    assert found.limits() == {"JAXRL_START_SECONDS": "300", "JAXRL_HEARTBEAT_SECONDS": "100"}
+    assert found.limits() == {
+        "JAXRL_START_SECONDS": "300",
+        "JAXRL_HEARTBEAT_SECONDS": "100",
+        "JAXRL_STALL_SECONDS": "3600",
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jaxrl.cluster import supervise as supervising
 from jaxrl.cluster.child import Start
 from jaxrl.cluster.host import Host, Report
 from jaxrl.cluster.supervise import Console, HostLost, Restarts, newest_step, supervise
+from jaxrl.parallel.watchdog import SIGN
 from jaxrl.records.checkpoint_folders import PREFIX
 from tests.cluster.test_child import wait_until_dead
 
@@ -150,6 +151,59 @@ def test_the_first_intention_holds_until_the_job_has_a_checkpoint_of_its_own(tmp
     job = Job(tmp_path, code, most=3, resume_mode=mode)
     assert job.run() == 0
     assert job.modes == [mode, mode, "latest", "latest"]
+
+
+STANDS_STILL = """
+import faulthandler
+if attempt == 1:
+    print("so far", flush=True)
+    if index == 0:
+        where = "process 0 on a: generate of step 3, nothing done for 60 s"
+        thread = "Thread 0x1 (most recent call first):\\n  File"
+        text = f"{thread} 'watchdog.py', line 1\\n{thread} '/jax/_src/array.py', line 2"
+        print(f"half a line\\nstalled: {where}\\n{text}", file=sys.stderr, flush=True)
+    else:
+        faulthandler.register(signal.SIGUSR1)
+    while True:
+        time.sleep(100)
+"""
+
+
+def test_a_job_that_stands_still_shows_its_stacks_and_starts_again(tmp_path, capfd, monkeypatch):
+    """Process 1 cannot say by itself where it is: a signal asks it. Process 0 dies of that."""
+    monkeypatch.setattr(supervising, "SETTLE_SECONDS", 0.5)
+    job = Job(tmp_path, STANDS_STILL)
+    assert job.run() == 0
+    assert job.modes == ["latest", "latest"]
+    out, err = capfd.readouterr()
+    assert printed(out) == ["so far", "half a line"]
+    first, second = err.partition("launch: the stacks of process 1:\n")[::2]
+    assert first.startswith("launch: the stacks of process 0:\nstalled: process 0 on a: generate")
+    assert "/jax/_src/array.py" in first
+    assert second.startswith("Current thread 0x")
+    assert 'File "<string>", line' in second
+    assert (
+        "launch: the job stands still: process 1 holds the lock of its interpreter, or does not "
+        "run; process 0 on a: generate of step 3, nothing done for 60 s; restart 1 of 2"
+    ) in second
+
+
+@pytest.mark.parametrize("waits", [(), (0,), (1,), (0, 1)])
+def test_who_stands_still_does_not_wait_for_devices(waits):
+    """The main thread, the last, is at work, not in JAX."""
+    stacks = {
+        index: f"{SIGN}process {index}: eval\nThread 0x1 (most recent call first):\n  File 'a'\n"
+        "Current thread 0x2 (most recent call first):\n  File "
+        + ("'/jax/_src/array.py'\n" if index in waits else "'env.py'\n  File '/jax/api.py'\n")
+        for index in range(2)
+    }
+    wanted = {
+        (): "process 0: eval",
+        (0,): "process 1: eval",
+        (1,): "process 0: eval",
+        (0, 1): "every process waits for its devices; process 0: eval",
+    }
+    assert supervising._where(stacks, set()) == f"the job stands still: {wanted[waits]}"
 
 
 def test_backoff_is_bounded():

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl import activity
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel.compilation import Call
 from jaxrl.rollout.native.decode import Block, Features, Rows
@@ -502,6 +503,7 @@ class NativeEngine(SampleThread):
         if not flight.drawn:  # it prefilled alone
             return
         table, block = self.table, self.programs.fetch(flight.block)
+        activity.progressed()
         here = [  # the others were cancelled, or cut at a stop string
             of for of in flight.drawn if table.samples[of.slot] is of.sample
         ]
