@@ -170,6 +170,11 @@ class BasePPOExp:
 
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):
+            if settings.hosts_per_engine > 1:
+                raise ValueError(
+                    f"generator.inference_engine.hosts_per_engine={settings.hosts_per_engine}: "
+                    f"{model.name} is a flax module, whose sampler is in each process; set it to 1"
+                )
             rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config, jax.process_count()))
             return RecomputeEngine(
                 model,
@@ -435,7 +440,8 @@ def _kernels(trainer: Trainer, engine_mesh: Mesh) -> list[str]:
 def meshes(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> tuple[Mesh, Mesh]:
     """Return the mesh of training and the sampler's: the same, or one over other devices.
 
-    In a job of several processes the first spans them all, and each has a sampler of its own.
+    In a job of several processes the first spans them all, and each has a sampler of its own, or
+    shares one with its neighbours: `hosts_per_engine`.
 
     Args:
         devices: of the run; None = those of all its processes.

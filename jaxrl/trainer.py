@@ -61,6 +61,7 @@ from jaxrl.rollout.conversations.across_processes import sample_across_processes
 from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.conversations.dynamic_sampling import collect
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
+from jaxrl.rollout.native.followed import phase_of
 from jaxrl.rollout.protocol import Engine, Request
 from jaxrl.rollout.warm_up import engine_batches, prompt_buckets
 from jaxrl.rollout.weights.groups import local_copy
@@ -419,7 +420,13 @@ class Trainer:
         def sample(mine: Sequence[Prompt], part: bool) -> GeneratorOutput:
             return self.wait_for(self.sample(phase, mine, step, samples, params, part=part))
 
-        return sample_across_processes(sample, prompts, each_samples=cfg.in_process(self.config))
+        return sample_across_processes(
+            sample,
+            prompts,
+            each_samples=cfg.in_process(self.config),
+            hosts=self.config.generator.inference_engine.hosts_per_engine,
+            phase=phase_of(self.engine),
+        )
 
     async def sample(
         self,
@@ -575,8 +582,10 @@ class Trainer:
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
-        copy = local_copy(self.params, sampler_dtype(self.config), cfg.group_bytes(self.config))
-        self.engine.update_weights(copy, step)
+        params = self.params
+        if self.config.generator.inference_engine.hosts_per_engine == 1:
+            params = local_copy(params, sampler_dtype(self.config), cfg.group_bytes(self.config))
+        self.engine.update_weights(params, step)
 
     def save(self, step: int) -> None:
         """Checkpoint and export when due: by interval, at epoch ends, after the last step."""

@@ -123,6 +123,11 @@ class InferenceEngineConfig(BaseConfig):
         int, positive, implemented("parts of the trainer's devices")
     ] = 1
     """Devices of an engine that share each weight matrix."""
+    hosts_per_engine: Annotated[
+        int, positive, new("of a job of several processes, on the trainer's devices")
+    ] = 1
+    """Processes of a job, neighbours, whose devices make one engine: for weights that those of one
+    cannot hold. The first of them samples, the others follow it."""
     pipeline_parallel_size: Annotated[int, positive, mapped("of vLLM servers started here")] = 1
     """Pipeline stages of an engine."""
     expert_parallel_size: Annotated[

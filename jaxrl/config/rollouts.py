@@ -89,11 +89,18 @@ def server_urls(config: TrainConfig) -> list[str]:
     return urls or [u for u in [engine.external_proxy_url] if u]
 
 
-def check_engines(config: TrainConfig, num_devices: int) -> None:
-    """Check that engines and tensor parallelism fit the devices; remote ones have an address."""
+def check_engines(config: TrainConfig, num_devices: int, num_processes: int = 1) -> None:
+    """Check that engines and tensor parallelism fit the devices; remote ones have an address.
+
+    Args:
+        num_devices: of the sampler in a process.
+        num_processes: of the job.
+    """
     engine = config.generator.inference_engine
+    if engine.hosts_per_engine > 1:
+        _check_hosts(config, num_processes)
     if in_process(config):
-        _check_in_process(engine, num_devices)
+        _check_in_process(engine, num_devices * engine.hosts_per_engine)
     else:
         _check_sampling_mask(config)
     if not in_process(config) or engine.backend != "native":
@@ -144,6 +151,24 @@ def _check_in_process(engine: InferenceEngineConfig, num_devices: int) -> None:
     if engine.pipeline_parallel_size != 1:
         stages = engine.pipeline_parallel_size
         _fail("pipeline_parallel_size", stages, "is for backend='vllm'; set it to 1")
+
+
+def _check_hosts(config: TrainConfig, num_processes: int) -> None:
+    """Check that a job can have engines over several of its processes."""
+    engine = config.generator.inference_engine
+    hosts, problem = engine.hosts_per_engine, None
+    if not in_process(config) or engine.backend != "native":
+        problem = "is for jaxrl's own engine in the processes of the run; set it to 1"
+    elif num_processes % hosts:
+        problem = f"does not divide the {num_processes} processes of the job; choose one that does"
+    elif engine.num_engines != 1:
+        problem = f"makes one engine of them, and num_engines={engine.num_engines}; set that to 1"
+    elif not config.trainer.placement.colocate_all:
+        problem = "has the devices of the trainer; set trainer.placement.colocate_all=True, or 1"
+    elif engine.enable_http_endpoint:
+        problem = "samples only while the run does; set enable_http_endpoint=False, or 1"
+    if problem:
+        _fail("hosts_per_engine", hosts, problem)
 
 
 def _check_workers(config: TrainConfig) -> None:

@@ -74,7 +74,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     _check_conversations(config)
     check_kernels(config.trainer, sampling=starts_own_engine(config))
     check_environment(config.environment)
-    check_engines(config, len(ranges.engine))
+    check_engines(config, len(ranges.engine), num_processes)
     check_async(config, len(ranges.engine))
     groups = [
         batch_groups(config, len(devices) * num_processes, role)

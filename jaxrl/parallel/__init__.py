@@ -1,6 +1,6 @@
 """Meshes and the rules that place arrays on them."""
 
-from jaxrl.parallel.mesh import by_process, engine_meshes, make_mesh, mesh_sizes
+from jaxrl.parallel.mesh import by_process, engine_meshes, hosts_of, make_mesh, mesh_sizes
 from jaxrl.parallel.processes import (
     ProcessError,
     agree,
@@ -33,6 +33,7 @@ __all__ = [
     "by_process",
     "engine_meshes",
     "fetch",
+    "hosts_of",
     "is_first",
     "local_slice",
     "make_mesh",

@@ -154,6 +154,11 @@ def by_process(devices: Iterable[Any]) -> list[list[Any]]:
     return [parts[index] for index in sorted(parts)]
 
 
+def hosts_of(mesh: Mesh) -> int:
+    """Return the number of processes that have devices of a mesh."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
 def engine_meshes(
     devices: Iterable[Any], engines: int, tensor: int, experts: int = 1
 ) -> list[Mesh]:

@@ -283,10 +283,15 @@ def agree(value: T | None) -> T:
     return cast(T, allgather(value if is_first() else None)[0])
 
 
-def local_slice(items: Sequence[T]) -> Sequence[T]:
-    """Return this process's part of a list: neighbours, and none if there are too few."""
-    edges = [len(items) * i // jax.process_count() for i in range(jax.process_count() + 1)]
-    begin, end = list(itertools.pairwise(edges))[jax.process_index()]
+def local_slice(items: Sequence[T], hosts: int = 1) -> Sequence[T]:
+    """Return this process's part of a list: neighbours, and none if there are too few.
+
+    Args:
+        hosts: neighbouring processes that have the same part; they divide the job.
+    """
+    parts = jax.process_count() // hosts
+    edges = [len(items) * i // parts for i in range(parts + 1)]
+    begin, end = list(itertools.pairwise(edges))[jax.process_index() // hosts]
     return items[begin:end]
 
 

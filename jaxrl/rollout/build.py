@@ -20,6 +20,7 @@ from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import engine_meshes
 from jaxrl.rollout.native.balancer import Balancer
 from jaxrl.rollout.native.engine import NativeEngine
+from jaxrl.rollout.native.followed import FollowingEngine, spanning_engine
 from jaxrl.rollout.weights.folder import WeightFolder
 
 
@@ -32,8 +33,10 @@ def native_engine(
     max_model_len: int,
     decode_text: Callable[[Sequence[int]], str],
     **options: Any,
-) -> NativeEngine | Balancer:
+) -> NativeEngine | Balancer | FollowingEngine:
     """Build one engine over the devices of `mesh`, or several over parts of them.
+
+    Over devices of several processes it is a collective of the job.
 
     Args:
         settings: `engine_init_kwargs` outrank everything here.
@@ -55,6 +58,8 @@ def native_engine(
     }
     arguments |= options | settings.engine_init_kwargs
     parts = meshes_of_engines(settings, model, mesh)
+    if settings.hosts_per_engine > 1 and jax.process_count() > 1:
+        return spanning_engine(model, parts[0], **arguments)
     engines = [NativeEngine(model, part, **arguments) for part in parts]
     return engines[0] if len(engines) == 1 else Balancer(engines)
 
@@ -99,12 +104,12 @@ def engine_of_run(
     decode_text: Callable[[Sequence[int]], str],
     processes: int | None = None,
     **options: Any,
-) -> NativeEngine | Balancer:
+) -> NativeEngine | Balancer | FollowingEngine:
     """Build the native engine of a training run.
 
     Args:
         decode_text: token ids to text.
-        processes: that each sample a share of the prompts; None = those of this job.
+        processes: of the job; None = this one's. Each engine samples a share of the prompts.
         **options: further arguments of `NativeEngine`.
     """
     settings = config.generator.inference_engine
@@ -113,6 +118,7 @@ def engine_of_run(
     by_clock = config.generator.max_turns > 1 or settings.enable_http_endpoint
     by_clock |= cfg.overlaps(config)
     repeats = not cfg.runs_free(config)
+    shares = (processes or jax.process_count()) // settings.hosts_per_engine
     replay = config.trainer.policy.router_replay
     if replay != "off" and model.experts is None:
         raise ValueError(
@@ -123,7 +129,7 @@ def engine_of_run(
         settings,
         model,
         mesh,
-        rows=min(settings.max_num_seqs, cfg.rows_at_once(config, processes or jax.process_count())),
+        rows=min(settings.max_num_seqs, cfg.rows_at_once(config, shares)),
         max_model_len=cfg.longest_row(config),
         shrink=False if by_clock and repeats else None,
         decode_text=decode_text,

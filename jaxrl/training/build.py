@@ -121,7 +121,7 @@ def sampler_dtype(config: cfg.TrainConfig) -> Any:
 
 
 class RunDevices(NamedTuple):
-    """Hold the devices of policy and reference in all processes, and of the engine in this one."""
+    """Hold the devices of policy and reference in all processes, and of this one's engine."""
 
     policy: list[Any]
     ref: list[Any]
@@ -136,12 +136,19 @@ def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) ->
     """
     processes = by_process(jax.devices() if devices is None else devices)
     ranges = cfg.device_ranges(config, len(processes[0]))
-    here = processes[jax.process_index()]
-    policy, ref = (
-        [owned[i] for owned in processes for i in numbers]
-        for numbers in (ranges.policy, ranges.ref)
+    hosts = config.generator.inference_engine.hosts_per_engine
+    first = jax.process_index() // hosts * hosts
+    of_engine = processes[first : first + hosts]
+    return RunDevices(
+        *(
+            [owned[i] for owned in owners for i in numbers]
+            for owners, numbers in (
+                (processes, ranges.policy),
+                (processes, ranges.ref),
+                (of_engine, ranges.engine),
+            )
+        )
     )
-    return RunDevices(policy, ref, [here[i] for i in ranges.engine])
 
 
 def assemble_policy(

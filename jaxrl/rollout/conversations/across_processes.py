@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import jax
@@ -17,7 +18,12 @@ Sample = Callable[[Sequence[Prompt], bool], GeneratorOutput]  # (prompts, whethe
 
 
 def sample_across_processes(
-    sample: Sample, prompts: Sequence[Prompt], *, each_samples: bool
+    sample: Sample,
+    prompts: Sequence[Prompt],
+    *,
+    each_samples: bool,
+    hosts: int = 1,
+    phase: AbstractContextManager[bool] | None = None,
 ) -> GeneratorOutput:
     """Sample the trajectories of a batch, the same in every process; a collective.
 
@@ -27,19 +33,22 @@ def sample_across_processes(
 
     Args:
         each_samples: each process a share of the prompts; False = the first one all of them.
+        hosts: neighbouring processes that have a share together, with one engine.
+        phase: of that engine: whether this process samples on it; None = it does.
 
     Raises:
         Exception: what `sample` raised in any process, in all of them.
     """
     if jax.process_count() == 1:
         return sample(prompts, False)
-    mine = local_slice(prompts) if each_samples else prompts if is_first() else ()
+    mine = local_slice(prompts, hosts) if each_samples else prompts if is_first() else ()
     output: dict[str, Any] | None = None
     error = None
-    try:
-        output = cast(dict, sample(mine, each_samples)) if mine else None
-    except Exception as raised:  # the others wait
-        error = _portable(raised)
+    with phase or nullcontext(True) as samples:
+        try:
+            output = cast(dict, sample(mine, each_samples)) if mine and samples else None
+        except Exception as raised:  # the others wait
+            error = _portable(raised)
     routes = output.get(ROUTES) if output else None
     sent = output and {name: x for name, x in output.items() if name != ROUTES}
     found = allgather((sent, routes is not None, error))

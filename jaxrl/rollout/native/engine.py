@@ -98,6 +98,7 @@ class NativeEngine(SampleThread):
         kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
             can.
         platform: see `Programs`.
+        programs: makes the device side.
         keep_routes: completions tell the experts of every token that was computed, of the prompt
             too: those of the keys and values that its sample was drawn from.
 
@@ -130,6 +131,7 @@ class NativeEngine(SampleThread):
         experts_kernel: str | None = None,
         platform: str | None = None,
         keep_routes: bool = False,
+        programs: Callable[..., Programs] = Programs,
     ) -> None:
         super().__init__()
         if keep_routes and config.experts is None:
@@ -156,7 +158,7 @@ class NativeEngine(SampleThread):
                 platform=platform,
                 keep_routes=keep_routes,
             )
-        self.programs = Programs(
+        self.programs = programs(
             config,
             mesh,
             max_num_seqs,

@@ -29,7 +29,7 @@ from jaxrl.models.transformer import (
     logical_axes,
     shards_of,
 )
-from jaxrl.parallel import ShardingRules
+from jaxrl.parallel import ShardingRules, hosts_of, put
 from jaxrl.parallel.compilation import Call
 from jaxrl.parallel.devices import device_memory
 from jaxrl.parallel.rules import Placement, batch_devices
@@ -41,6 +41,7 @@ from jaxrl.rollout.weights.groups import (
     named,
     take,
     take_layers,
+    to_engine,
     whole_pieces,
 )
 from jaxrl.types import Array
@@ -314,6 +315,7 @@ class Programs:
         fewer = (alone if shrink is None else shrink) and not self.ahead  # rows stay where they are
         self._row_fractions = FRACTIONS if fewer and self.parts == 1 else (1,)
         self._by_row = placement.sharding((self.slots,), ("batch",))
+        self._to_devices = put if hosts_of(mesh) > 1 else jax.device_put
         self._cache: kv_cache.Cache | None = None
         self._nothing: device.Prompts | None = None
         self.functions = compiled(
@@ -392,12 +394,12 @@ class Programs:
             before: the rows of a block that is not fetched; those which do not begin go on there.
             begins: [B] bool.
         """
-        rows = jax.device_put(rows, self._by_row)
+        rows = self._to_devices(rows, self._by_row)
         if before is not None:
             has_history = None not in (rows.history, before.history)
             names = [name for name in device.PROGRESS if name != "history" or has_history]
             given, left = ({name: getattr(x, name) for name in names} for x in (rows, before))
-            begins = jax.device_put(begins, self._by_row)
+            begins = self._to_devices(begins, self._by_row)
             rows = rows.replace(**self.functions.go_on(given, left, begins))
         if prompts is None:
             if self._nothing is None:
@@ -413,7 +415,7 @@ class Programs:
         return after, block
 
     def _place(self, prompts: device.Prompts) -> device.Prompts:
-        return jax.device_put(prompts, prompt_shardings(self.placement))
+        return self._to_devices(prompts, prompt_shardings(self.placement))
 
     def fetch(self, block: device.Block) -> device.Block:
         """Wait for a block, and return it on the host."""
@@ -509,8 +511,8 @@ class Programs:
         functions = self.functions
         self.length = max(length_bucket(longest), self.length)
         self.pages = max(self._pages(), self.pages)
-        params = functions.abstract_input(params)
-        weights = functions.decode_params.eval_shape(params)
+        loads = functions.loads(params, self.group_bytes)
+        weights = functions.decode_params.eval_shape(functions.abstract_input(params))
         cache = functions.empty.eval_shape(**self._sizes)
 
         def shapes(x: Any, sharding: Any) -> Any:
@@ -520,7 +522,7 @@ class Programs:
         prompts = jax.tree.map(shapes, self.prefill().arrays(1), prompt_shardings(self.placement))
         given = weights, cache, blank, prompts
         return {
-            "load": Call(functions.decode_params, (params,), {}),
+            "load": max(loads, key=_elements),
             "decode": Call(functions.decode, given, {"steps": self.steps}),
         }
 
@@ -532,6 +534,10 @@ class Programs:
             f"chunks of {chunk} prompt tokens; {self.parts * self.pages} pages of "
             f"{self.shape.page} positions"
         )
+
+
+def _elements(call: Call) -> int:
+    return sum(x.size for x in jax.tree.leaves(call.args))
 
 
 def prompt_shardings(placement: Placement) -> device.Prompts:
@@ -569,10 +575,14 @@ class Compiled(NamedTuple):
         """
         if not self._elsewhere(params):
             return self.decode_params(params)
-        dtype = self.dtype
+        dtype, spans = self.dtype, hosts_of(self.whole.mesh) > 1
 
-        def near(part: Any, sharding: Any) -> Any:
-            return jax.block_until_ready(jax.device_put(part, sharding))
+        def near(part: Any, sharding: Any, stacked: bool = False) -> Any:
+            if spans:
+                part = to_engine(part, self.whole.mesh, stacked=stacked)
+            if not (spans and stacked):  # layers stay spread
+                part = jax.device_put(part, sharding)
+            return jax.block_until_ready(part)
 
         layers: dict[str, list] = {}
         for kind, stacked in by_kind(self.config, params[STACKED]).items():
@@ -581,7 +591,11 @@ class Compiled(NamedTuple):
                 # nothing keeps a name for what is on its way: the next group begins when it is gone
                 layers[kind] += jax.block_until_ready(
                     self.decode_layers(kind, count)(
-                        near(take_layers(stacked, first, count=count, dtype=dtype), self.whole)
+                        near(
+                            take_layers(stacked, first, count=count, dtype=dtype),
+                            self.whole,
+                            stacked=True,
+                        )
                     )
                 )
         rest = {name: x for name, x in params.items() if name != STACKED}
@@ -590,6 +604,28 @@ class Compiled(NamedTuple):
             for piece in whole_pieces(rest, dtype)
         }
         return {**self.decode_rest(moved), STACKED: device.in_order(self.config, layers)}
+
+    def loads(self, params: Params, group_bytes: int = GROUP_BYTES) -> list[Call]:
+        """Return the programs that `load` runs on the engine's devices, of shapes.
+
+        Devices of several processes get the layers group by group.
+
+        Args:
+            params: shapes and shardings; for several processes as `to_engine` places them.
+        """
+        if hosts_of(self.whole.mesh) == 1:
+            return [Call(self.decode_params, (self.abstract_input(params),), {})]
+        found = []
+        for kind, stacked in by_kind(self.config, params[STACKED]).items():
+            for _, count in layer_ranges(whole_pieces(named(stacked), self.dtype), group_bytes):
+                group = jax.tree.map(
+                    lambda x, n=count: jax.ShapeDtypeStruct(
+                        (n, *x.shape[1:]), self.dtype, sharding=x.sharding
+                    ),
+                    stacked,
+                )
+                found.append(Call(self.decode_layers(kind, count), (group,), {}))
+        return found
 
     def abstract_input(self, params: Params) -> Params:
         """Return shapes of the trainer's parameters, as if `decode_params` got them at once."""
@@ -636,6 +672,8 @@ def compiled(
     parts = placement.size(placement.rules.batch)
     cache = kv_cache.cache_shardings(jax.eval_shape(bind(empty, pages=parts, size=page)), placement)
     by_row = placement.sharding((parts,), ("batch",))
+    # what is fetched is whole where other processes have devices of the engine
+    alone_here = hosts_of(placement.mesh) == 1
     weights = _weight_shardings(config, placement)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
@@ -662,15 +700,21 @@ def compiled(
         lengthen=jit(
             bind(kv_cache.lengthen, placement=spread), static_argnums=1, out_shardings=cache
         ),
-        take=jit(bind(kv_cache.take_pages, placement=spread), out_shardings=cache),
+        take=jit(
+            bind(kv_cache.take_pages, placement=spread),
+            out_shardings=cache if alone_here else whole,
+        ),
         put=jit(bind(kv_cache.put_pages, placement=spread), donate_argnums=0, out_shardings=cache),
-        read=jit(bind(kv_cache.take_pages, placement=spread)),
+        read=jit(
+            bind(kv_cache.take_pages, placement=spread),
+            out_shardings=None if alone_here else whole,
+        ),
         go_on=jit(device.go_on, out_shardings=by_row),
         decode=jit(
             bind(device.decode, config, placement=spread, **kernels),
             static_argnames="steps",
             donate_argnums=1,
-            out_shardings=(cache, by_row, by_row),
+            out_shardings=(cache, by_row, by_row if alone_here else whole),
         ),
     )
 

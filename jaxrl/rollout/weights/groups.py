@@ -8,6 +8,7 @@ it has none) is larger than a group is cut further, along its next dims: no grou
     take          the pieces of a group, from the trainer's parameters, on their devices
     Assembly      arrays on other devices, filled piece by piece
     local_copy    all of it between the processes of a job: a copy on the devices of each
+    to_engine     arrays of a job on the devices of the engine of this process, of several hosts
 """
 
 import functools
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models.architecture import KINDS
 from jaxrl.models.linear import LoraWeight, Weight, is_adapted, merge
 from jaxrl.models.transformer import Params
-from jaxrl.parallel import by_process
+from jaxrl.parallel import by_process, hosts_of, make_mesh
 from jaxrl.parallel.checksums import checksums
 from jaxrl.types import Array
 
@@ -312,12 +313,9 @@ def local_copy(params: Any, dtype: Any = None, group_bytes: int = GROUP_BYTES) -
     if any(map(is_adapted, named(params).values())):
         dtype = None
     arrays, structure = _by_path(params), jax.tree.structure(params)
-    some = next(iter(arrays.values())).sharding.device_set
-    devices = np.array(by_process(sorted(some, key=lambda device: device.id)))
-    everywhere = Mesh(devices, ("process", "local"))
-    here = Mesh(devices[jax.process_index()], ("local",))
+    everywhere, here = _meshes(next(iter(arrays.values())), 1)
     pieces = whole_pieces(arrays, dtype)
-    specs = {piece.name: _spread(piece, devices.shape[1]) for piece in pieces}
+    specs = {p.name: _spread(p.shape, here.size, p.name.startswith(f"{STACKED}/")) for p in pieces}
     assembly = Assembly(pieces, {name: NamedSharding(here, spec) for name, spec in specs.items()})
     for group in plan(pieces, group_bytes):
         taken = zip(group, take(arrays, group), strict=True)
@@ -325,16 +323,58 @@ def local_copy(params: Any, dtype: Any = None, group_bytes: int = GROUP_BYTES) -
     return jax.tree.unflatten(structure, assembly.finish().values())
 
 
-def _spread(piece: Piece, number: int) -> PartitionSpec:
-    """Return the spec that spreads a piece over so many devices."""
-    dims = range(piece.name.startswith(f"{STACKED}/"), len(piece.shape))
-    fits = [dim for dim in dims if piece.shape[dim] % number == 0]
-    chosen = max(fits, key=lambda dim: piece.shape[dim], default=None)
-    return PartitionSpec(*("local" if dim == chosen else None for dim in range(len(piece.shape))))
+def to_engine(tree: Any, mesh: Mesh, *, stacked: bool) -> Any:
+    """Return arrays that span a job on the devices of this process's engine; a collective.
+
+    They go straight from the devices that have their parts to those of every engine, spread over
+    these along the largest dim that they divide. Where all devices of the job divide it, each first
+    gets a part of what is to be its own, and then those of the other engines: none ever holds more.
+
+    Args:
+        mesh: of the engine, which has all devices of its processes, neighbours.
+        stacked: the first dim is of layers, and stays whole.
+    """
+    everywhere, here = _meshes(jax.tree.leaves(tree)[0], hosts_of(mesh))
+
+    def move(x: jax.Array) -> jax.Array:
+        spec = _spread(x.shape, here.size, stacked)
+        parts = (("local", "engine") if axis else None for axis in spec)
+        fits = all(
+            size % everywhere.size == 0 for size, axis in zip(x.shape, spec, strict=True) if axis
+        )
+        if fits and everywhere.size > here.size:
+            x = jax.device_put(x, NamedSharding(everywhere, PartitionSpec(*parts)))
+        return _local(x, spec, everywhere, here)
+
+    return jax.tree.map(move, tree)
+
+
+def _meshes(some: jax.Array, hosts: int) -> tuple[Mesh, Mesh]:
+    """Return the mesh of the engines of a job, and that of the engine of this process.
+
+    Args:
+        some: array on the devices of the job.
+        hosts: processes of an engine, neighbours.
+    """
+    processes = by_process(sorted(some.sharding.device_set, key=lambda device: device.id))
+    engines = [
+        make_mesh(devices=[d for owned in processes[first : first + hosts] for d in owned], data=-1)
+        for first in range(0, len(processes), hosts)
+    ]
+    devices = np.array([engine.devices.ravel() for engine in engines])
+    here = devices[jax.process_index() // hosts]
+    return Mesh(devices, ("engine", "local")), Mesh(here, ("local",))
+
+
+def _spread(shape: Sequence[int], number: int, stacked: bool) -> PartitionSpec:
+    """Return the spec that spreads an array over so many devices, but along its layers."""
+    fits = [dim for dim in range(stacked, len(shape)) if shape[dim] % number == 0]
+    chosen = max(fits, key=lambda dim: shape[dim], default=None)
+    return PartitionSpec(*("local" if dim == chosen else None for dim in range(len(shape))))
 
 
 def _local(piece: jax.Array, spec: PartitionSpec, everywhere: Mesh, here: Mesh) -> jax.Array:
-    """Return a piece, whole on the devices of this process; spread over them, if they divide it."""
+    """Return a piece, whole on the devices of an engine; spread over them, if they divide it."""
     sizes = zip(piece.shape, spec, strict=True)
     if any(axis and size % here.size for size, axis in sizes):
         spec = PartitionSpec()

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import transfer
 
 from jaxrl.models.transformer import Params
+from jaxrl.parallel.streams import own_address
 from jaxrl.rollout.weights.changes import PLACE, Changes, changed
 from jaxrl.rollout.weights.groups import Assembly, Piece, named, sums, whole_pieces
 
@@ -50,21 +51,13 @@ def open_transfer(peer: str) -> transfer.TransferServer:
         peer: name or address of a host.
     """
     address = own_address(peer)
+    address = f"[{address}]" if ":" in address else address
     return transfer.start_transfer_server(
         jax.local_devices()[0].client,
         f"{address}:0",
         [f"{address}:0"],
         transfer_size=TRANSFER_BYTES,
     )
-
-
-def own_address(peer: str) -> str:
-    """Return the address of this machine that a host sees; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        found = probe.getsockname()[0]
-    return f"[{found}]" if ":" in found else found
 
 
 def patience(group: Sequence[Piece]) -> float:

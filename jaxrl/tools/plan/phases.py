@@ -265,8 +265,10 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> I
         shorter: tokens by which a response is shorter than the longest, on average.
     """
     generator, programs = run.config.generator, engine.programs
-    calls = engine.calls(run.engine_params(), run.requests())
-    at = None if run.machine.host is None else run.engine_devices
+    params = run.engine_params()
+    calls = engine.calls(params, run.requests())
+    loads = len(programs.functions.loads(params, programs.group_bytes))
+    at = None if run.machine.first_hosts is None else run.engine_devices
     part = Part(run.model, programs.placement, programs.dtype, ("engine weights", "KV cache"), at)
     here = policy.names if run.machine.hosts == 1 and part.devices & policy.devices else ()
     yield Phase(
@@ -276,11 +278,11 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> I
         calls["load"],
         shape=(0, 0),
         holds=here,
-        runs=1,
+        runs=loads,
         work=Work(0.0),
-        sends=run.gathered_bytes(),
+        sends=run.gathered_bytes() / loads,
     )
-    prompts = -(-run.config.trainer.train_batch_size // run.machine.hosts)
+    prompts = -(-run.config.trainer.train_batch_size // run.engines)
     prompts /= generator.inference_engine.num_engines
     yield _prefill(run, programs, part, calls["decode"], prompts)
     samples = prompts * generator.n_samples_per_prompt

@@ -166,13 +166,16 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
     """Return what stays between programs on the devices of policy, reference, critic and engine.
 
     The engine's weights and cache are dropped when the rollouts of a step are there, unless
-    sampling goes on while the trainer trains.
+    sampling goes on while the trainer trains. Where weights come group by group, they are there
+    beside the last.
     """
     kinds = None if cfg.overlaps(run.config) else SAMPLING
+    spans = run.config.generator.inference_engine.hosts_per_engine > 1
+    of_weights = SAMPLING | {"load"} if kinds and spans else kinds
     stay = list(of_training(run.policy, run.reference, run.updater, run.state, run.critic))
     for decode in (phase for phase in found if phase.kind == "decode"):
         weights, cache = (device_bytes(x) for x in decode.call.args[:2])
-        stay.append(Resident("engine weights", weights, decode.part.devices, kinds))
+        stay.append(Resident("engine weights", weights, decode.part.devices, of_weights))
         stay.append(Resident("KV cache", cache, decode.part.devices, kinds))
     return stay
 
@@ -233,9 +236,12 @@ def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
         where = "in this process" if hosts == 1 else "in each process"
         notes.append(f"the engine of backend={settings.backend!r} is {where} and not counted")
     elif hosts > 1:
+        engines = hosts // settings.hosts_per_engine
+        who = "each samples" if engines == hosts else f"{settings.hosts_per_engine} together sample"
+        whose = "its" if engines == hosts else "their"
         notes.append(
-            f"{hosts} processes of {len(machine.devices) // hosts} devices: each samples 1/{hosts} "
-            "of the prompts, with weights of its own"
+            f"{hosts} processes of {len(machine.devices) // hosts} devices: {who} 1/{engines} of "
+            f"the prompts, with weights of {whose} own"
         )
     if machine.stand_in and len(machine.devices) > GPUS_OF_A_HOST:
         notes.append("GPUs of several hosts are planned as those of one")

@@ -1,5 +1,6 @@
 """Assemble a run from its config alone: shapes and shardings; no weights, no data."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -55,8 +56,8 @@ class Run:
         model: architecture of the policy; None = that of its folder.
 
     Attributes:
-        engine_devices: of the sampler in the first process; its programs are compiled for
-            `engine_mesh`, which is `Machine.host` where there are several.
+        engine_devices: of the sampler of the first process; its programs are compiled for
+            `engine_mesh`, which is `Machine.first_hosts` where there are several.
 
     Raises:
         FileNotFoundError, ValueError: see `hf.load_config`, `assemble_policy`, `assemble_update`
@@ -75,8 +76,11 @@ class Run:
         self.model = model
         self.mesh, self.engine_mesh = meshes(config, machine.devices)
         self.engine_devices = frozenset(self.engine_mesh.devices.flat)
-        if machine.host is not None:
-            self.engine_mesh = _on_host(self.engine_mesh, machine)
+        hosts = config.generator.inference_engine.hosts_per_engine
+        self.engines = machine.hosts // hosts
+        if machine.first_hosts is not None:
+            alone = machine.first_hosts(hosts)
+            self.engine_mesh = _by_themselves(self.engine_mesh, machine.devices, alone)
         self.policy, self.forward_pass = assemble_policy(config, self.model, self.mesh)
         self.reference, self.ref_forward_pass = assemble_reference(
             config, self.policy, self.forward_pass, machine.devices
@@ -122,10 +126,11 @@ class Run:
         return engine
 
     def engine_params(self) -> Params:
-        """Return what an engine is given: the parameters, or its host's copy of them.
+        """Return what an engine is given: the parameters, or its own copy of them.
 
         Of several hosts each has a copy on its own devices, adapters merged, in the sampler's
-        dtype, split along the largest dim (but that of layers) that they divide.
+        dtype, split along the largest dim (but that of layers) that they divide. An engine of
+        several hosts gets the like of them group by group.
         """
         if self.machine.hosts == 1:
             return self.params
@@ -164,12 +169,16 @@ class Run:
     def gathered_bytes(self) -> float:
         """Return the bytes that a device sends for the copies of several hosts.
 
-        All copies are gathered on all devices.
+        All copies are gathered on all devices; of engines of several hosts, only what each keeps.
         """
         if self.machine.hosts == 1:
             return 0.0
         leaves, devices = jax.tree.leaves(self.engine_params()), len(self.machine.devices)
-        return sum(x.size * x.dtype.itemsize for x in leaves) * (devices - 1) / devices
+        copy = sum(x.size * x.dtype.itemsize for x in leaves)
+        if self.config.generator.inference_engine.hosts_per_engine > 1:
+            # a part of what is a device's own, and then those that the other engines have of it
+            return copy / devices + copy / self.engine_mesh.size * (self.engines - 1) / self.engines
+        return copy * (devices - 1) / devices
 
     def requests(self) -> list[Request]:
         """Return the longest requests of training and evaluation."""
@@ -250,10 +259,10 @@ class Run:
         return Call(updater.accumulate, (trained, params, rows, *placed(part, at), key), {})
 
 
-def _on_host(mesh: Mesh, machine: Machine) -> Mesh:
-    """Return the mesh on the devices of `Machine.host`, in place of those of the first process."""
-    assert machine.host is not None
-    same = dict(zip(by_process(machine.devices)[0], machine.host, strict=True))
+def _by_themselves(mesh: Mesh, devices: Sequence[Any], alone: Sequence[Any]) -> Mesh:
+    """Return a mesh of the first processes on devices that are like theirs, see `first_hosts`."""
+    owned = [device for host in by_process(devices) for device in host]
+    same = dict(zip(owned, alone, strict=False))
     devices = np.array([same[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 

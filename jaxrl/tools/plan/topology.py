@@ -6,9 +6,11 @@ stand in for them, and what they will need is estimated.
 """
 
 import contextlib
+import functools
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +37,8 @@ class Machine:
         memory: bytes of each that programs may use.
         chip: None for a kind that is not in the table.
         stand_in: these are CPU devices in the place of others.
-        host: of several TPU hosts, the devices of one by itself: the compiler wants those of a
-            whole topology.
+        first_hosts: of several TPU hosts, number -> the devices of as many by themselves: the
+            compiler wants those of a whole topology.
     """
 
     name: str
@@ -44,7 +46,7 @@ class Machine:
     memory: float
     chip: Chip | None
     stand_in: bool = False
-    host: list[Any] | None = None
+    first_hosts: Callable[[int], list[Any]] | None = None
 
     @property
     def platform(self) -> str:
@@ -100,7 +102,9 @@ def machine(
         chip,
         stand_in=not of_tpu,
     )
-    return replace(found, host=_one_host(found, kind, chips_per_host)) if found.hosts > 1 else found
+    if found.hosts == 1:
+        return found
+    return replace(found, first_hosts=functools.partial(_first_hosts, found, kind))
 
 
 def make_stand_ins(topology: str) -> None:
@@ -177,12 +181,33 @@ def topology_devices(name: str, chips_per_host: int | None = None) -> list[Any]:
         ) from error
 
 
-def _one_host(whole: Machine, kind: str, chips_per_host: int | None) -> list[Any]:
-    """Return the devices of a topology that is one host of another, in the same order."""
-    coords = np.array([device.coords for device in by_process(whole.devices)[0]])
+def _first_hosts(whole: Machine, kind: str, number: int) -> list[Any]:
+    """Return the devices of a topology that is the first hosts of another, in the same order.
+
+    Raises:
+        ValueError: they do not fill a box, or no topology has its sides.
+    """
+    hosts = by_process(whole.devices)[:number]
+    owned = [device for host in hosts for device in host]
+    coords = np.array([device.coords for device in owned])
     sides = (np.ptp(coords, axis=0) + 1).tolist()
-    number = 2 if kind in HOSTS else 3  # of the sides in a name
-    return topology_devices(f"{kind}:{'x'.join(map(str, sides[:number]))}", chips_per_host)
+    if np.prod(sides) > len({tuple(device.coords) for device in owned}):
+        raise ValueError(
+            f"generator.inference_engine.hosts_per_engine={number}: those of {whole.name} "
+            f"do not fill a box of {'x'.join(map(str, sides))} chips, for which alone a compiler "
+            "can be asked; choose a number that does"
+        )
+    in_name = 2 if kind in HOSTS else 3  # sides
+    name = f"{kind}:{'x'.join(map(str, sides[:in_name]))}"
+    alone = topology_devices(name, len(hosts[0]) if kind in HOSTS else None)
+
+    def place(device: Any, first: Any) -> tuple[int, ...]:
+        at = np.array(device.coords) - np.array(first.coords)
+        return (*at.tolist(), getattr(device, "core_on_chip", 0))
+
+    first = min(owned, key=lambda device: tuple(device.coords))
+    at = {place(device, alone[0]): device for device in alone}
+    return [at[place(device, first)] for device in owned]
 
 
 def _stand_ins(topology: str, size: str) -> list[Any]:
