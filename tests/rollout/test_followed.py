@@ -127,9 +127,7 @@ def test_a_leader_that_is_gone_ends_who_follows_it():
     leads, follows = multiprocessing.Pipe()
     follower = FollowingEngine(LLAMA, make_mesh(devices=jax.devices()[:1]), 0, follows)
     leads.close()
-    with pytest.raises(
-        ConnectionError, match="process 0, which this one follows for its"
-    ):
+    with pytest.raises(ConnectionError, match="process 0, which this one follows for its"):
         follower.sleep()
 
 
