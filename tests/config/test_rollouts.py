@@ -1,5 +1,7 @@
 """Which engines a config may ask for."""
 
+import contextlib
+
 import pytest
 
 from jaxrl.config import TrainConfig, in_process, sends_adapters, validate
@@ -107,6 +109,8 @@ def test_engines_in_other_processes(engine, urls):
             r"engine_devices=\['0'\]: .*trainer.placement.rollout_num_nodes=2 set 2 of them",
         ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: is for backend='vllm'"),
+        ({"hosts_per_engine": 2}, "hosts_per_engine=2: does not divide the 1 processes of the job"),
+        ({"hosts_per_engine": 2, "backend": "vllm"}, "hosts_per_engine=2: is for jaxrl's own eng"),
         ({"backend": "vllm", "mask": 4}, "keep_sampling_mask=True: is not sent over HTTP"),
         ({"probe_bound": 0.0}, "probe_bound=0.0: must be positive"),
         ({"http_endpoint_port": 70000}, r"http_endpoint_port=70000: must be 0 \(any\) to 65535"),
@@ -115,6 +119,21 @@ def test_engines_in_other_processes(engine, urls):
 def test_impossible_combinations_are_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         validate(config_of(**engine), 8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"tensor_parallel_size": 4}, None),  # of 2 x 2 devices
+        ({"tensor_parallel_size": 8}, "tensor_parallel_size=8 is 8, .* divide 4 devices"),
+        ({"num_engines": 2}, "hosts_per_engine=2: makes one engine of them, and num_engines=2"),
+        ({"enable_http_endpoint": True}, "hosts_per_engine=2: samples only while the run does"),
+    ],
+)
+def test_engines_over_two_of_four_processes(engine, message):
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        validate(config_of(hosts_per_engine=2, **engine), num_devices=8, num_processes=4)
 
 
 LORA = {

@@ -159,11 +159,11 @@ def check_config(flags, supervised):
         path = "configs/sft_addition.py" if supervised else "configs/quickstart.py"
     config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
     errors = []
-    for devices in (1, 8, 64):
+    for sizes in ((1,), (8,), (64,), (64, 16)):  # devices; processes
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of fields without effect
-                (check_supervised if supervised else cfg.validate)(config, devices)
+                (check_supervised if supervised else cfg.validate)(config, *sizes)
             return
         except ValueError as error:
             errors.append(error)

@@ -334,6 +334,29 @@ def test_each_host_samples_with_weights_of_its_own(capsys, planned):
 
 
 @pytest.mark.slow  # the TPU compiler
+def test_engines_of_two_hosts_hold_half_and_compile(capsys, planned):
+    """On v5e:4x4 two engines of 2 x 4 chips: a weight of 64 is over 8 of them, not over 4."""
+    pytest.importorskip("libtpu")
+    spanning = [
+        "--config.generator.inference_engine.tensor_parallel_size=8",
+        "--config.generator.inference_engine.hosts_per_engine=2",
+    ]
+    status, printed, report = planned(capsys, "--topology=v5e:4x4", *MESH[1:], *spanning)
+    assert status == 0, printed
+    assert "note: 4 processes of 4 devices: 2 together sample 1/2 of the prompts" in printed
+    load = phases_of(report)["load weights"]
+    assert not load["estimated"]
+    # weights come beside the decode weights and what the trainer keeps
+    stay = report["residents"]
+    assert load["beside"] == stay["engine weights"] + stay["parameters"] + stay["optimizer"]
+    # each engine has all weights, in bfloat16 but for the final norm of 64: a sixteenth goes to
+    # each device, then the half that the other engine has of the eighth that is its own
+    _, _, report = planned(capsys, "--estimate", "--topology=v5e:4x4", *MESH[1:], *spanning)
+    copy = 2 * PARAMETERS + 2 * 64
+    assert phases_of(report)["load weights"]["sent"] == pytest.approx(copy / 16 + copy / 8 / 2)
+
+
+@pytest.mark.slow  # the TPU compiler
 def test_programs_of_one_host_of_many_compile(capsys, planned):
     pytest.importorskip("libtpu")
     status, printed, report = planned(capsys, "--topology=v5e:4x4", *MESH[1:])
