@@ -263,8 +263,8 @@ def _by_themselves(mesh: Mesh, devices: Sequence[Any], alone: Sequence[Any]) -> 
     """Return a mesh of the first processes on devices that are like theirs, see `first_hosts`."""
     owned = [device for host in by_process(devices) for device in host]
     same = dict(zip(owned, alone, strict=False))
-    devices = np.array([same[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    like = np.array([same[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return Mesh(like, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def placed(tree: Any, placement: Placement) -> Any:
