@@ -47,7 +47,7 @@ def words(text, first):
     return [line.split()[1:] for line in text.splitlines() if line.startswith(first)]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_the_first_stage_is_audited_replayed_and_resumed(tmp_path, kind):
     shutil.copytree(FILES / "model", tmp_path / "model")

@@ -382,6 +382,7 @@ def test_weight_delta(tmp_path, capsys):
     assert delta["sent_mib"] == pytest.approx(0.02 * 2 * whole["whole_mib"], rel=0.2)  # 8 of 4 B
 
 
+@pytest.mark.slow
 def test_weight_sync(tmp_path, capsys):
     printed, report = run(weight_sync, tmp_path, capsys)
     names = [row["transport"] for row in report["rows"]]

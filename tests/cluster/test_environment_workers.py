@@ -169,6 +169,7 @@ def numbers_of_processes(pool, count):
     return asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_environments_stay_where_they_are_and_share_processes(pool):
     numbers = numbers_of_processes(pool, 6)
     assert os.getpid() not in numbers

@@ -83,6 +83,7 @@ sys.exit(main(sys.argv[1:]))
     assert done.stderr == "error: 3 processes with 8 devices in all: give each as many\n"
 
 
+@pytest.mark.slow
 def test_one_process_without_a_cluster_is_refused_and_not_started_again(tmp_path):
     words = "--no-ray", f"--config={QUICKSTART}", f"--config.trainer.log_path={tmp_path}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COORDINATOR")}

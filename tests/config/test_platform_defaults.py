@@ -151,6 +151,7 @@ class OnATpu(BasePPOExp):
         return resumed(config)
 
 
+@pytest.mark.slow
 def test_a_run_that_began_on_a_cpu_goes_on_as_it_began_where_auto_says_otherwise(tmp_path, capsys):
     begun = BasePPOExp(small(tmp_path, **{"trainer.max_training_steps": 2})).run()
     assert values(begun.config) == TODAY

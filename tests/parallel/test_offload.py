@@ -14,6 +14,7 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 def test_an_offloaded_run_stopped_and_resumed_is_the_run_on_the_device(finished, tmp_path):
     moments = {"trainer.policy.optimizer_config.offload_after_step": True}
     weights = {f"trainer.{role}.fsdp_config.cpu_offload": True for role in ("policy", "ref")}

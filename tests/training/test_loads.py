@@ -37,6 +37,7 @@ def sums_of(batch, policy_loss_type="regular", **cut):
     return add_ratio_sums([part[LOADS] for part in jax.device_get(parts)])
 
 
+@pytest.mark.slow
 def test_loads_are_of_real_tokens_whatever_the_cut():
     batch = make_batch()
     whole = sums_of(batch, microbatch_rows=ROWS)

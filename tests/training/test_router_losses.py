@@ -62,7 +62,7 @@ def test_the_gradient_is_of_the_scores_alone_and_pushes_the_load_apart():
     assert (slope[:, 2:] < -0.01).all()
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut",
     [

@@ -117,6 +117,7 @@ def test_what_was_cut_is_said(examined):
 # ---------------------------------------------------------------- what is wrong
 
 
+@pytest.mark.slow
 def test_a_mean_per_microbatch_is_told_from_a_wrong_mask(examined):
     names = ("gradients.microbatches", "gradients.order", "mask.padding")
     run = changed(examined[0], **{LOSS: f"{PLANTED}:microbatch_mean"})

@@ -63,7 +63,7 @@ def test_what_it_refuses(tmp_path, monkeypatch, capsys, name, told):
     assert os.listdir(tmp_path) == ["there"] and not os.listdir("there")
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 def test_its_own_tests_pass(tmp_path):
     """The reward by hand, and a run of two steps; in a project with settings of its own."""
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--nothing'\n")

@@ -370,6 +370,7 @@ def test_a_page_of_another_row_is_found_out(platform, queries):
     assert kernels._judged(pair._replace(run=others), 1e-4, 1)["result"] == "FAIL"
 
 
+@pytest.mark.slow
 def test_every_call_of_a_measurement_prefills_its_prompts(tmp_path, monkeypatch):
     engines = []
 
