@@ -91,7 +91,9 @@ def context_attention(
 
     def of_all(config: TransformerConfig, *given: Any) -> jax.Array:
         if strategy == "gather" and kernel == "splash" and length // devices % BLOCK == 0:
-            return splash_over(config, *given, order, placement, (rows, AXIS, heads))
+            return splash_over(
+                config, *given, order=order, placement=placement, axes=(rows, AXIS, heads)
+            )
         run: Any = {"gather": _gather, "ring": _ring, "ulysses": _ulysses}[strategy]
         run = functools.partial(run, kernel=kernel) if strategy == "ulysses" else run
         return over(functools.partial(run, config, order))(*given)
@@ -206,8 +208,9 @@ def _near(
     segments: Segments,
 ) -> jax.Array:
     """Attend from this device's two pieces to themselves and to what is just in front of them."""
-    assert config.sliding_window is not None
-    rows, piece, before = q.shape[0], q.shape[1] // 2, config.sliding_window - 1
+    window = config.sliding_window
+    assert window is not None
+    rows, piece, before = q.shape[0], q.shape[1] // 2, window - 1
     fused = kernel == "splash" and piece % BLOCK == 0
     if fused:
         before = -(-before // BLOCK) * BLOCK
@@ -228,7 +231,7 @@ def _near(
             jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=before + size
         )
         ahead = jnp.arange(size)[:, None] + before - jnp.arange(before + size)
-        mask = (ahead >= 0) & (ahead < config.sliding_window)
+        mask = (ahead >= 0) & (ahead < window)
         mask &= ids[:, :, None] == near(key_ids, axis=1)[:, None]
         return attention(config, queries, near(keys, axis=2), near(values, axis=2), mask)
 
