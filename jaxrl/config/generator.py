@@ -111,8 +111,8 @@ class InferenceEngineConfig(BaseConfig):
     """How weights come to servers: "folder", through weights_folder; "transfer", from process to
     process, with servers of jaxrl's own; rollout workers always get them so."""
     weight_delta: Annotated[bool, new()] = False
-    """Of weights that are transferred, send what changed since the version that a server has, where
-    that is less. Trainer and servers each keep a copy of the weights in host memory for it."""
+    """Send a server what changed since the version that it has, where that is less than the whole;
+    for weights that are transferred. Both sides keep a copy of them in host memory for it."""
     weight_transfer_threshold_cuda_ipc_GB: Annotated[
         float,
         must(lambda gb: int(gb * 1e9) > 0, "must be positive"),  # bytes

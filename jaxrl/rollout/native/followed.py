@@ -302,7 +302,7 @@ class FollowingEngine:
             self._params = {}
 
     def sleep(self) -> None:
-        """Follow."""
+        """Drop weights and cache when the leader does."""
         with self.phase():
             self._left = None
 
@@ -310,7 +310,7 @@ class FollowingEngine:
         """Do nothing: the cache is made when it is needed."""
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Follow."""
+        """Compile what the leader compiles."""
         with self.phase():
             pass
 
