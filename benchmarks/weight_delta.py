@@ -1,7 +1,8 @@
 """What an update changes of bfloat16 weights, and what sending only that costs the trainer.
 
     JAX_PLATFORMS=cpu python -m benchmarks.weight_delta [--model=models/smollm2-135m-instruct]
-        [--lrs 1e-6 1e-5] [--steps=4] [--mib=100] [--share=0.02] [--receivers 1 2 4 8] [--json=FILE]
+        [--lrs 1e-6 1e-5] [--steps=4] [--mib=100] [--group=16] [--share=0.02]
+        [--receivers 1 2 4 8] [--json=FILE]
 
 Claim: after a step of RL most bfloat16 weights are as they were, and a server that has the version
 before is sent less than half of the bytes.
@@ -11,8 +12,8 @@ in the folder (`examples/smollm2_to_hf.py` writes it); after each step the weigh
 compared with those of the step before. Pause: the seconds from a new version to the last server
 that has it, whole and as changes of a share of the weights, drawn at random, against a socket of
 the loopback device with as many bytes and nothing behind it. The servers are processes of this
-machine that take the weights as `jaxrl.serve` does, one after the other; float32; the fastest
-round counts.
+machine that take the weights as `jaxrl.serve` does, in a tree; float32; the fastest round counts.
+The socket has as many bytes as all of them receive together, one after the other.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import roofline
-from benchmarks.weight_sync import MIB, Sampler, model_of, sampler
+from benchmarks.weight_sync import MIB, Pulling, Sampler, give_all, model_of, sampler
 from jaxrl import config as cfg
 from jaxrl.models.linear import merge
 from jaxrl.models.placement import model_shardings
@@ -122,17 +123,14 @@ def pause(arguments: argparse.Namespace, own: Sequence[str], delta: bool) -> lis
     size, rows = sum(x.nbytes for x in jax.tree.leaves(first)), []
     for number in arguments.receivers:
         servers, times = [Sampler("benchmarks.weight_delta", own) for _ in range(number)], []
-        end = WeightTransfer(jnp.float32, delta=delta)
+        end = WeightTransfer(jnp.float32, int(arguments.group * MIB), delta=delta)
+        pulling = [Pulling(server) for server in servers]
         for version in range(1, arguments.rounds + 3):  # the first is whole, the second compiles
             started = time.perf_counter()
-            offer = end.publish(versions[version % 2], version)
-            base = version - 1 if delta and version > 1 else None
-            for i, server in enumerate(servers):
-                for group in range(len(offer.groups)):
-                    notice = end.offer("127.0.0.1", offer, group, f"{i} {version}", base)
-                    server.ask("receive", notice=notice.to_json())
+            give_all(end, versions[version % 2], version, pulling)
             times.append(time.perf_counter() - started)
-        bare = min(_socket(servers, end.sent_bytes) for _ in range(arguments.rounds))
+        moved_bytes = end.sent_bytes * number if delta else number * size
+        bare = min(_socket(servers, moved_bytes) for _ in range(arguments.rounds))
         for server in servers:
             server.process.terminate()
         row = {"receivers": number, "delta": delta, "seconds": min(times[2:]), "socket": bare}
@@ -160,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lrs", type=float, nargs="*", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--mib", type=float, default=100, help="size of the model that is sent")
+    parser.add_argument("--group", type=float, default=16, help="MiB that are moved at a time")
     parser.add_argument("--share", type=float, default=0.02, help="of its weights that change")
     parser.add_argument("--receivers", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
@@ -184,8 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         name = f"{arguments.share:.0%} changed" if row["delta"] else "whole"
         print(
-            f"{row['receivers']} receivers, {name}: {row['seconds']:.2f} s for "
-            f"{row['sent_mib']:.1f} of {row['whole_mib']:.0f} MiB; a socket {row['socket']:.3f} s"
+            f"{row['receivers']} receivers, {name}: {row['seconds']:.2f} s, the trainer sends "
+            f"{row['sent_mib']:.1f} MiB, they get {row['whole_mib']:.0f}; a socket "
+            f"{row['socket']:.3f} s"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps({"runs": runs, "pause": rows}, indent=1))

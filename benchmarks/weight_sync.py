@@ -17,6 +17,7 @@ growth count.
 """
 
 import argparse
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -104,7 +105,9 @@ def sampler(model: TransformerConfig) -> None:
             weights = None
             before = forget_peak()
         elif asked["do"] == "receive":
-            weights = incoming.receive(Notice.read(asked["notice"]))
+            notice = Notice.read(asked["notice"])
+            weights = incoming.receive(notice)
+            answer = incoming.address if notice.onward else ""
         elif asked["do"] == "read":
             weights = load_params(asked["folder"], model, shardings=shardings)
         elif asked["do"] == "socket":
@@ -157,6 +160,38 @@ class Sampler:
         return json.loads(line)
 
 
+LOOP = asyncio.new_event_loop()  # one for all, as a run has
+
+
+class Pulling:
+    """A server as `WeightTransfer` sees it, which only pulls weights.
+
+    Args:
+        process: where it does.
+    """
+
+    def __init__(self, process: Sampler) -> None:
+        self.process, self.version = process, None
+        self.url = f"http://127.0.0.1:{process.process.pid}"  # nothing listens: it is a name
+
+    async def receive(self, group: dict[str, Any], seconds: float) -> str:
+        """Have it pull a group; where others pull it."""
+        del seconds
+        return await asyncio.to_thread(self.process.ask, "receive", notice=group)
+
+
+def give_all(end: WeightTransfer, params: Params, version: int, servers: Sequence[Pulling]) -> None:
+    """Bring a version to all servers."""
+    offer = end.publish(params, version)
+
+    async def give() -> None:
+        await asyncio.gather(*(end.give(s, offer, version, "") for s in servers))  # type: ignore
+
+    LOOP.run_until_complete(give())
+    for server in servers:
+        server.version = version
+
+
 # ---- the transports
 
 
@@ -170,11 +205,7 @@ def transports(
     there = make_mesh(devices=jax.devices()[1:])
 
     def transfer(group: float) -> None:
-        end = WeightTransfer(jnp.float32, int(group * MIB))
-        offer = end.publish(params, 1)
-        for number in range(len(offer.groups)):
-            notice = end.offer("127.0.0.1", offer, number, "benchmark")
-            other.ask("receive", notice=notice.to_json())
+        give_all(WeightTransfer(jnp.float32, int(group * MIB)), params, 1, [Pulling(other)])
 
     def through_files() -> None:
         save_pretrained(folder / "weights", model, params, overwrite=True)

@@ -61,7 +61,6 @@ from jaxrl.registry.contracts import ContractError
 from jaxrl.registry.trial import try_functions
 from jaxrl.rollout.build import engine_kernel, engine_of_run
 from jaxrl.rollout.build_jetstream import jetstream_engine
-from jaxrl.rollout.conversations.across_processes import AbsentEngine
 from jaxrl.rollout.conversations.conversation import ConversationGenerator
 from jaxrl.rollout.conversations.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
@@ -164,10 +163,10 @@ class BasePPOExp:
         if settings.backend == "jetstream":
             return jetstream_engine(self.config, model, mesh, self.tokenizer)
         if not cfg.in_process(self.config):
-            if not is_first():
-                return AbsentEngine()
             from jaxrl.rollout.build_remote import assemble_remote_engine
 
+            if cfg.by_transfer(self.config):  # of the parameters, where training has them
+                mesh = meshes(self.config)[0]
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):
             if settings.hosts_per_engine > 1:

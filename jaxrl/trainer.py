@@ -582,8 +582,8 @@ class Trainer:
 
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
-        params = self.params
-        if self.config.generator.inference_engine.hosts_per_engine == 1:
+        params, engine = self.params, self.config.generator.inference_engine
+        if engine.hosts_per_engine == 1 and not cfg.by_transfer(self.config):
             params = local_copy(params, sampler_dtype(self.config), cfg.group_bytes(self.config))
         self.engine.update_weights(params, step)
 

@@ -15,8 +15,11 @@ from safetensors.numpy import load_file
 from jaxrl.models import hf
 from jaxrl.models.transformer import init_params
 from jaxrl.records.lease import FolderLock
+from jaxrl.rollout.server.build import make_server
+from jaxrl.rollout.weights.incoming import Incoming
 from tests.jobs import run
 from tests.rollout.http_servers import FakeServer
+from tests.rollout.server.conftest import model_folder, serve_config
 
 pytestmark = pytest.mark.slow
 
@@ -215,3 +218,42 @@ def test_process_0_samples_on_servers(runs, server, tmp_path, ahead):
     wanted = trained(tmp_path / "one", 1, **settings) if ahead else exported(runs[1])
     assert server.served
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_servers_pull_from_every_process(tmp_path, monkeypatch, lora):
+    """Each of two offers its half, cast and merged where it is; nobody gathers a copy.
+
+    A second server pulls what the first has. One process samples the same, within rounding.
+    """
+    folder = model_folder(tmp_path / "models" / "first", 5)
+    settings = {"serve.receive_weights": True, "serve.max_num_seqs": 16}
+    servers = [make_server(serve_config(folder, **settings), jax.devices()[:1]) for _ in range(2)]
+    for server in servers:
+        server.start()
+    receive, places = Incoming.receive, []
+
+    def noting(self, notice):
+        places.append([place.pieces for place in notice.places])
+        return receive(self, notice)
+
+    monkeypatch.setattr(Incoming, "receive", noting)
+    overrides = {
+        "trainer.policy.mesh.fsdp": -1,
+        "trainer.policy.mesh.data": 1,
+        "trainer.policy.model.lora.rank": lora,
+        "generator.inference_engine.run_engines_locally": False,
+        "generator.inference_engine.remote_urls": str([s.url[: -len("/v1")] for s in servers]),
+        "generator.inference_engine.weight_transport": "transfer",
+        "generator.inference_engine.weight_delta": True,
+    }
+    found = trained(tmp_path / "two", 2, **overrides)
+    both = [of for of in places if len(of) == 2]
+    assert both and all(each > 0 for of in both for each in of)
+    assert any(len(of) == 1 for of in places)  # of the other server
+    del places[:]
+    wanted = trained(tmp_path / "one", 1, **overrides)
+    assert {len(of) for of in places} == {1}
+    assert_close(found, wanted)
+    for server in servers:
+        server.stop()

@@ -61,6 +61,7 @@ from jaxrl.config.recipe import (
     write_row_files,
 )
 from jaxrl.config.rollouts import (
+    by_transfer,
     check_engines,
     group_bytes,
     in_process,
@@ -179,6 +180,7 @@ __all__ = [
     "get_config_as_dict",
     "get_config_as_yaml_str",
     "group_bytes",
+    "by_transfer",
     "in_process",
     "keeps_pages",
     "load_config_file",

@@ -61,6 +61,12 @@ def in_process(config: TrainConfig) -> bool:
     return engine.run_engines_locally and not started
 
 
+def by_transfer(config: TrainConfig) -> bool:
+    """Return whether servers pull their weights from the processes of the trainer."""
+    workers = config.trainer.placement.rollout_num_nodes > 0  # whatever the config names
+    return workers or config.generator.inference_engine.weight_transport == "transfer"
+
+
 def starts_own_engine(config: TrainConfig) -> bool:
     """Return whether the run starts engines of jaxrl, here or in rollout workers."""
     engine = config.generator.inference_engine

@@ -1,10 +1,19 @@
 """Config of the HTTP server: `python -m jaxrl.serve`, and the endpoint beside a training run."""
 
-from dataclasses import dataclass
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from jaxrl.config.constraints import must, positive
 from jaxrl.config.dataclass_config import BaseConfig
+
+
+def _are_networks(names: Sequence[str]) -> bool:
+    try:
+        return all(ipaddress.ip_network(name) for name in names)
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -24,6 +33,11 @@ class ServeConfig(BaseConfig):
     """Folder under which /update_weights may read; None = no update over HTTP."""
     receive_weights: bool = False
     """/receive_weights may pull weights from the host that a request comes from."""
+    weight_networks: Annotated[
+        list[str],
+        must(_are_networks, 'must be networks such as "10.0.0.0/8"'),
+    ] = field(default_factory=list)
+    """Networks from whose hosts it may, too: the trainer's other hosts, and other servers."""
     max_num_seqs: Annotated[int, positive] = 32
     """Samples decoded together by `jaxrl.serve`, over all engines."""
     max_model_len: Annotated[

@@ -1,8 +1,10 @@
 """The engine over HTTP that a config asks for: its servers, and how weights get to them."""
 
+import functools
 import os
 import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from jaxrl.models.lora import lora_config, trained
 from jaxrl.models.peft_format import save_adapter
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import Params, TransformerConfig
+from jaxrl.parallel import is_first
 from jaxrl.rollout.build import model_writer, server_folder, weight_folder, weights_root
+from jaxrl.rollout.conversations.across_processes import AbsentEngine
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.remote.engine import RemoteEngine
 from jaxrl.rollout.remote.http_client import RemoteOptions
@@ -26,6 +30,7 @@ from jaxrl.rollout.remote.server_process import LOOPBACK, ServerStarter
 from jaxrl.rollout.remote.vllm_process import VllmServer, lora_flags
 from jaxrl.rollout.remote.worker import OwnServer
 from jaxrl.rollout.weights.folder import AdapterFolder
+from jaxrl.rollout.weights.share import Shares, SharingEngine, open_shares
 from jaxrl.rollout.weights.source import Source
 from jaxrl.rollout.weights.transfer import WeightTransfer
 
@@ -40,13 +45,15 @@ def assemble_remote_engine(
     model: TransformerConfig | AdaptedModel,
     mesh: jax.sharding.Mesh,
     tokenizer: Any,
-) -> RemoteEngine:
+) -> RemoteEngine | AbsentEngine:
     """Build the engine over servers that are started here with the first weights, or run already.
+
+    A collective of the job, whose first process has it.
 
     Args:
         config: resolved and validated.
         model: architecture of the policy.
-        mesh: of the trainer.
+        mesh: of the trainer, or where `local_copy` puts the weights.
         tokenizer: its files go into the weights' folders.
 
     Raises:
@@ -59,6 +66,15 @@ def assemble_remote_engine(
             f"{engine.run_engines_locally}: {model.name} has no Hugging Face form, in which "
             "weights go to other processes; set backend='native' and run_engines_locally=true"
         )
+    probe, shares = _probe(config, model, mesh), None
+    if cfg.by_transfer(config):
+        share, streams = open_shares(delta=engine.weight_delta)
+        if not is_first():
+            return SharingEngine(share, streams[0], probe.score)
+        shares = Shares(share, streams)
+        probe = replace(probe, score=functools.partial(shares.score, probe.score))
+    elif not is_first():
+        return AbsentEngine()
     hosts: list[ServerStarter] = []  # none: the servers run already
     token = None
     if engine.run_engines_locally and engine.backend == "vllm":
@@ -68,8 +84,8 @@ def assemble_remote_engine(
     return RemoteEngine(
         [host.url for host in hosts] or server_urls(config),
         "vllm_lora" if cfg.sends_adapters(config) else engine.backend,
-        weights=_source(config, model, tokenizer),
-        probe=_probe(config, model, mesh),
+        weights=_source(config, model, tokenizer, shares),
+        probe=probe,
         hosts=hosts,
         proxy_url=engine.external_proxy_url,
         options=_options(config, token),
@@ -89,13 +105,14 @@ def served_engine(config: cfg.TrainConfig) -> RemoteEngine:
     )
 
 
-def _source(config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any) -> Source:
-    """Return the transport of the weights: rollout workers pull them, whatever the config names."""
+def _source(
+    config: cfg.TrainConfig, model: TransformerConfig, tokenizer: Any, shares: Shares | None
+) -> Source:
+    """Return the transport of the weights; `shares` of the trainer, where they are pulled."""
     engine = config.generator.inference_engine
-    if engine.weight_transport == "transfer" or config.trainer.placement.rollout_num_nodes:
-        return WeightTransfer(
-            DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config), delta=engine.weight_delta
-        )
+    if shares is not None:
+        dtype, group = DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config)
+        return WeightTransfer(dtype, group, shares=shares, delta=engine.weight_delta)
     if cfg.sends_adapters(config):
         return _adapter_folder(config, model, tokenizer)
     return weight_folder(config, model, tokenizer)
@@ -246,6 +263,7 @@ def worker_config(config: cfg.TrainConfig) -> dict[str, Any]:
     }
     serve = {
         "receive_weights": True,
+        "weight_networks": ["0.0.0.0/0", "::/0"],  # who knows the token is this run
         "weights_root": None,
         "token_file": None,
         "grpc_port": None,

@@ -111,13 +111,11 @@ def place_beside(
 def sampler_dtype(config: cfg.TrainConfig) -> Any:
     """Return the dtype in which weights go to the sampler; None = as they are.
 
-    Files for servers have them as they are; rollout workers pull them as the engine has them.
+    Files for servers have them as they are.
     """
-    settings, workers = (
-        config.generator.inference_engine,
-        config.trainer.placement.rollout_num_nodes,
-    )
-    return DTYPES[cfg.engine_dtype(settings)] if cfg.in_process(config) or workers else None
+    if not cfg.in_process(config):
+        return None
+    return DTYPES[cfg.engine_dtype(config.generator.inference_engine)]
 
 
 class RunDevices(NamedTuple):

@@ -65,9 +65,8 @@ def phase_of(engine: Engine) -> AbstractContextManager[bool]:
         A context whose value says whether this process uses it. Where it does not, it has followed
         the one that does to the end when the block begins.
     """
-    if isinstance(engine, LeadingEngine | FollowingEngine):
-        return engine.phase()
-    return contextlib.nullcontext(True)
+    phase = getattr(engine, "phase", None)
+    return contextlib.nullcontext(True) if phase is None else phase()
 
 
 class Followers:

@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -295,9 +296,14 @@ class RemoteEngine:
         """
         if self.source is None:
             raise RuntimeError("these servers keep their own weights")
-        published = self.source.publish(params, version)
-        self._call(self._update(Weights(published, version, params)))
+        with self.phase():
+            published = self.source.publish(params, version)
+            self._call(self._update(Weights(published, version, params)))
         self.source.keep_only(version, *self._versions_in_use())
+
+    def phase(self) -> AbstractContextManager[bool]:
+        """Let other processes of the trainer bring weights to servers while the block runs."""
+        return contextlib.nullcontext(True) if self.source is None else self.source.phase()
 
     def _versions_in_use(self) -> set[int | None]:
         """Return the versions of adapters that servers may still read.

@@ -154,14 +154,21 @@ class RemoteServer:
         if self.dialect.adapters:
             self.model = name
 
-    async def receive(self, group: dict[str, Any], seconds: float) -> None:
+    async def receive(self, group: dict[str, Any], seconds: float) -> str:
         """Have the server pull a group of weights, see `weights.transfer`; raises ServerError.
 
         Args:
             seconds: longest wait, if that is less than for any call.
+
+        Returns:
+            Where others can pull it; empty where they shall not.
         """
         seconds = min(seconds, self.options.timeout_seconds)
-        await self._answer("POST", f"{self.url}/receive_weights", group, seconds)
+        text = await self._answer("POST", f"{self.url}/receive_weights", group, seconds)
+        try:
+            return json.loads(text).get("address") or ""
+        except (ValueError, AttributeError) as error:
+            raise ServerError(f"{self.url}/receive_weights gives {text[:80]!r}") from error
 
     def move(self, url: str) -> None:
         """Note that the server runs at another address now."""

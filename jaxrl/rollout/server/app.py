@@ -311,9 +311,9 @@ class ControlRoutes:
             notice = Notice.read(body)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
-        last = await self.control.receive_weights(notice, request.remote)
+        last, address = await self.control.receive_weights(notice, request.remote)
         status = {"status": "updated" if last else "received", "version": self.control.version}
-        return web.json_response(status)
+        return web.json_response(status | {"address": address})
 
 
 class SampleStream:

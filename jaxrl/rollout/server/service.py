@@ -238,14 +238,14 @@ class Control:
         """
         return await self._weights.do(self._update_from, path, version)
 
-    async def receive_weights(self, notice: Notice, peer: str | None) -> bool:
+    async def receive_weights(self, notice: Notice, peer: str | None) -> tuple[bool, str | None]:
         """Pull a group; with the last one the engine has the new weights, whatever runs goes on.
 
         Args:
             peer: address of who gives notice.
 
         Returns:
-            Whether it was the last.
+            Whether it was the last, and where others can pull it, if they shall.
 
         Raises:
             ApiError: 403, 400 or 502; the engine goes on with the weights that it had.
@@ -254,10 +254,11 @@ class Control:
             message = "no weights are pulled here; start with serve.receive_weights=true"
             raise ApiError(403, message)
         try:
-            notice.check_sender(peer)
+            notice.check_places(peer, self.service.limits.weight_networks)
         except NotAllowed as error:
-            raise ApiError(403, str(error), param="address") from error
-        return await self._weights.do(self._receive, notice)
+            raise ApiError(403, str(error), param="places") from error
+        last = await self._weights.do(self._receive, notice)
+        return last, self.incoming.address if notice.onward else None
 
     async def finish(self) -> None:
         """Wait for the end of what cannot be interrupted."""

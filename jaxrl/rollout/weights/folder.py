@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,10 @@ class WeightFolder:
             name: of an adapter.
         """
         await server.load(str(newest), version, name)
+
+    def phase(self) -> AbstractContextManager[bool]:
+        """Return a context in which nothing is different: this process writes by itself."""
+        return nullcontext(True)
 
     def release(self) -> None:
         """Do nothing: the parameters are not held."""

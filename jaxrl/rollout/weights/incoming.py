@@ -1,9 +1,11 @@
-"""Weights from the trainer's process to a server's, without files: the server's end.
+"""Weights from the trainer's processes to a server's, without files: the server's end.
 
-A group is pulled from the trainer's process (`jax.experimental.transfer`), compared with its
-checksums and put where it belongs. The old weights are sampled from until the last group is there:
-so this holds one group beside the old weights and the new ones; and a copy in host memory, where
-the trainer sends changes.
+A group is pulled from who has it (`jax.experimental.transfer`): each process of the trainer has a
+part, another server that has pulled it before has all of it. It is compared with its checksums,
+offered to the servers that are to pull it here, and put where it belongs. The old weights are
+sampled from until the last group is there: so this holds one group beside the old weights and the
+new ones, another while others pull that; and a copy in host memory, where the trainer sends
+changes.
 """
 
 import ipaddress
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +33,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class NotAllowed(ValueError):
-    """Signal that weights are of another host than the one that gives notice of them."""
+    """Signal that weights are on a host from which none may be pulled."""
 
 
 class TransferFailed(RuntimeError):
@@ -65,35 +68,59 @@ def patience(group: Sequence[Piece]) -> float:
     return GROUP_SECONDS + sum(piece.nbytes for piece in group) / SLOWEST
 
 
+class Place(NamedTuple):
+    """Say where some pieces of a group can be pulled.
+
+    Attributes:
+        address: of a process's end, host:port.
+        uuid: that they have there.
+        pieces: how many; the first place has the first ones of the group.
+    """
+
+    address: str
+    uuid: int
+    pieces: int
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Return both; raise ValueError where there are none."""
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"address={self.address!r}: must be host:port")
+        return host.strip("[]"), int(port)
+
+
 @dataclass(frozen=True)
 class Notice:
     """Describe a group that can be pulled.
 
     Attributes:
-        address: of the trainer's end.
-        uuid: that the group has there.
-        transfer: the same of all groups of one update of one server, random.
+        places: that have it together.
+        transfer: the same of all groups of one update, random.
         version: of the weights.
         number, count: of the group, and of all groups.
         dtype: of the sampler.
         pieces, checksums: of the group.
-        base: the version whose changes are sent; None = the pieces are.
-        changed: how many elements of each piece are, where changes are sent.
+        changed: how many elements of each piece are sent; None = all, without their places.
+        base: the version whose changes these are; None = there are none.
         keep: remember the version, as later ones may be sent as changes of it.
+        onward: numbers under which others pull the group from the receiver, each once.
+        fresh: forget what others should have pulled and did not.
     """
 
-    address: str
+    places: tuple[Place, ...]
     transfer: str
-    uuid: int
     version: int
     number: int
     count: int
     dtype: str
     pieces: tuple[Piece, ...]
-    checksums: list[int]
+    checksums: tuple[int, ...]
+    changed: tuple[int | None, ...]
     base: int | None = None
-    changed: tuple[int, ...] = ()
     keep: bool = False
+    onward: tuple[int, ...] = ()
+    fresh: bool = False
 
     @classmethod
     def read(cls, body: Any) -> "Notice":
@@ -107,19 +134,23 @@ class Notice:
                 Piece(str(p["name"]), _ints(p["starts"]), _ints(p["shape"]), str(p["dtype"]))
                 for p in body["pieces"]
             )
+            places = tuple(
+                Place(str(p["address"]), int(p["uuid"]), int(p["pieces"])) for p in body["places"]
+            )
             notice = cls(
-                address=str(body["address"]),
+                places=places,
                 transfer=str(body["transfer"]),
-                uuid=int(body["uuid"]),
                 version=int(body["version"]),
                 number=int(body["number"]),
                 count=int(body["count"]),
                 dtype=str(body["dtype"]),
                 pieces=pieces,
-                checksums=list(_ints(body["checksums"])),
-                base=None if body.get("base") is None else int(body["base"]),
-                changed=_ints(body.get("changed", ())),
-                keep=bool(body.get("keep", False)),
+                checksums=_ints(body["checksums"]),
+                changed=tuple(None if n is None else int(n) for n in body["changed"]),
+                base=None if body["base"] is None else int(body["base"]),
+                keep=bool(body["keep"]),
+                onward=_ints(body["onward"]),
+                fresh=bool(body["fresh"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
@@ -127,48 +158,61 @@ class Notice:
             ) from error
         if notice.dtype not in DTYPES or len(notice.checksums) != len(pieces) or not pieces:
             raise ValueError(f"dtype={notice.dtype!r}, {len(notice.checksums)} checksums")
-        if not 0 <= notice.number < notice.count or not 0 <= notice.uuid < 2**63:
-            raise ValueError(f"group {notice.number} of {notice.count}, uuid={notice.uuid}")
-        if notice.base is not None and len(notice.changed) != len(pieces):
+        uuids = [*notice.onward, *(place.uuid for place in places)]
+        if not 0 <= notice.number < notice.count or not all(0 <= n < 2**63 for n in uuids):
+            raise ValueError(f"group {notice.number} of {notice.count}, uuids={uuids}")
+        counts = [place.pieces for place in places]
+        if min(counts, default=0) < 1 or sum(counts) != len(pieces):
+            raise ValueError(f"places with {counts} of {len(pieces)} pieces")
+        if len(notice.changed) != len(pieces):
             raise ValueError(f"changed={notice.changed} of {len(pieces)} pieces")
-        sizes = zip(notice.changed, pieces, strict=False)
-        if any(not 0 <= n <= math.prod(piece.shape) for n, piece in sizes):
+        changed = [(n, p) for n, p in zip(notice.changed, pieces, strict=True) if n is not None]
+        if changed and notice.base is None:
+            raise ValueError(f"changed={notice.changed} of no version")
+        if any(not 0 <= n <= math.prod(piece.shape) for n, piece in changed):
             raise ValueError(f"changed={notice.changed}: more elements than the pieces have")
-        _ = notice.place
+        _ = [place.host_and_port for place in places]
         return notice
 
-    def parts(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of each array that is pulled: pieces, or places and values."""
-        if self.base is None:
-            return [(piece.shape, piece.dtype) for piece in self.pieces]
-        some = [(n, piece) for n, piece in zip(self.changed, self.pieces, strict=True) if n]
-        return [part for n, p in some for part in (((n,), PLACE.__name__), ((n,), p.dtype))]
+    def parts(self) -> list[tuple[Place, list[tuple[tuple[int, ...], str]]]]:
+        """Return each place, and shape and dtype of each array that is pulled there.
+
+        That is a piece, or places and values of its changes, where there are some.
+        """
+        kinds, found = zip(self.changed, self.pieces, strict=True), []
+        for place in self.places:
+            some: list[tuple[tuple[int, ...], str]] = []
+            for n, piece in islice(kinds, place.pieces):
+                if n is None:
+                    some.append((piece.shape, piece.dtype))
+                elif n:
+                    some += [((n,), PLACE.__name__), ((n,), piece.dtype)]
+            found.append((place, some))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Return what `read` reads."""
-        return asdict(self) | {"pieces": [piece._asdict() for piece in self.pieces]}
+        named = {"pieces": self.pieces, "places": self.places}
+        return asdict(self) | {k: [part._asdict() for part in x] for k, x in named.items()}
 
-    @property
-    def place(self) -> tuple[str, int]:
-        """Return host and port of the trainer's end; raise ValueError where there are none."""
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ValueError(f"address={self.address!r}: must be host:port")
-        return host.strip("[]"), int(port)
-
-    def check_sender(self, peer: str | None) -> None:
-        """Refuse weights of another host than the sender's: a token opens no way to other hosts.
+    def check_places(self, peer: str | None, networks: Sequence[str]) -> None:
+        """Refuse weights of hosts that nobody allowed: a token opens no way to other hosts.
 
         Args:
-            peer: address of who sent this.
+            peer: address of who sent this, where weights may be.
+            networks: where they may be, too.
 
         Raises:
-            NotAllowed: they are elsewhere.
+            NotAllowed: some are elsewhere.
         """
-        host, _ = self.place
-        if not _same_host(host, peer or ""):
-            message = f"address={self.address!r}: this came from {peer}; weights must too"
-            raise NotAllowed(message)
+        allowed = [ipaddress.ip_network(network) for network in networks]
+        for place in self.places:
+            host, _ = place.host_and_port
+            if not _same_host(host, peer or "") and not _within(host, allowed):
+                raise NotAllowed(
+                    f"address={place.address!r}: this came from {peer}, and weights must too, or "
+                    f"from serve.weight_networks={list(networks)}; add the network of that host"
+                )
 
     def __str__(self) -> str:
         names = sorted({piece.name for piece in self.pieces})
@@ -181,6 +225,14 @@ def _same_host(one: str, other: str) -> bool:
     except ValueError:  # a name: it could lead anywhere
         return False
     return first == second or (first.is_loopback and second.is_loopback)
+
+
+def _within(host: str, networks: Sequence[Any]) -> bool:
+    try:
+        address = _plain(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+    return any(address in network for network in networks)
 
 
 def _plain(address: Any) -> Any:
@@ -216,8 +268,14 @@ class Incoming:
         self._kept: _Kept | None = None  # the newest version, where its changes may come
         self._base: _Kept | None = None  # that, while it becomes the version that is on its way
         self._end: transfer.TransferServer | None = None
-        self._connection: tuple[str, transfer.TransferConnection] | None = None
+        self._connections: dict[str, transfer.TransferConnection] = {}  # by address
         self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """Return where others pull what is offered to them here."""
+        assert self._end is not None
+        return self._end.address()
 
     def receive(self, notice: Notice) -> Params | None:
         """Pull a group; return all parameters once it was the last, None before.
@@ -227,6 +285,8 @@ class Incoming:
             TransferFailed: it did not come whole, or is not the next; begin with the first again.
         """
         update = notice.transfer, notice.version, notice.count
+        if notice.fresh:
+            self._end, self._connections = None, {}
         if notice.number == 0:
             pieces = whole_pieces(named(self.abstract_params), notice.dtype)
             self._assembly, self._next = Assembly(pieces, self.shardings), (*update, 0)
@@ -260,21 +320,25 @@ class Incoming:
             message = f"{notice}: version {notice.base}, whose changes it is, is not here"
             raise TransferFailed(message)
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        wanted = [
-            jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=device)
-            for shape, dtype in notice.parts()
-        ]
+        came: list[jax.Array] = []
         try:
-            arrays = self._connect(notice).pull(notice.uuid, wanted) if wanted else []
-            _wait(arrays, min(self.seconds, patience(notice.pieces)))
+            for place, parts in notice.parts():
+                wanted = [
+                    jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=device)
+                    for shape, dtype in parts
+                ]
+                came += self._connect(place).pull(place.uuid, wanted) if wanted else []
+            _wait(came, min(self.seconds, patience(notice.pieces)))
+            arrays = came
             if notice.base is not None and base is not None:
-                arrays = jax.device_put(_whole(notice, base.arrays, arrays), device)
+                arrays = jax.device_put(_whole(notice, base.arrays, came), device)
             found = sums(arrays)
         except (RuntimeError, OSError, ValueError) as error:  # JaxRuntimeError among them
             if not isinstance(error, TimeoutError):  # a new one would cost threads and sockets
-                self._connection = None
-            raise TransferFailed(f"{notice} did not come from {notice.address}: {error}") from error
-        if found != notice.checksums:
+                self._connections.clear()
+            places = ", ".join(place.address for place in notice.places)
+            raise TransferFailed(f"{notice} did not come from {places}: {error}") from error
+        if tuple(found) != notice.checksums:
             wrong = [
                 p.name
                 for p, ours, sent in zip(notice.pieces, found, notice.checksums, strict=True)
@@ -286,17 +350,21 @@ class Incoming:
         if base is not None:
             for piece, array in zip(notice.pieces, arrays, strict=True):
                 base.arrays[piece.name][piece.box] = array
+        if notice.onward:
+            self._end = self._end or open_transfer(notice.places[0].host_and_port[0])
+            for uuid in notice.onward if came else ():
+                self._end.await_pull(uuid, came)
         return arrays
 
-    def _connect(self, notice: Notice) -> transfer.TransferConnection:
-        address, place = notice.address, notice.place
+    def _connect(self, place: Place) -> transfer.TransferConnection:
+        host, port = place.host_and_port
         with self._lock:
-            if self._connection is None or self._connection[0] != address:
+            if place.address not in self._connections:
                 # A pull from where nobody listens does not fail: it never ends.
-                socket.create_connection(place, CONNECT_SECONDS).close()
-                self._end = self._end or open_transfer(place[0])
-                self._connection = address, self._end.connect(address)
-            return self._connection[1]
+                socket.create_connection((host, port), CONNECT_SECONDS).close()
+                self._end = self._end or open_transfer(host)
+                self._connections[place.address] = self._end.connect(place.address)
+            return self._connections[place.address]
 
 
 def _blank(piece: Piece) -> np.ndarray:
@@ -309,6 +377,9 @@ def _whole(
     """Return the pieces of a group, from those of the version before and their changes."""
     coming, pieces = map(np.asarray, parts), []
     for piece, number in zip(notice.pieces, notice.changed, strict=True):
+        if number is None:
+            pieces.append(next(coming))
+            continue
         made = (next(coming), next(coming)) if number else (np.empty(0, PLACE), np.empty(0))
         pieces.append(changed(base[piece.name][piece.box], Changes(*made)))
     return pieces

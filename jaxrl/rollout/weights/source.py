@@ -1,6 +1,7 @@
 """How new weights come to servers."""
 
 import asyncio
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,10 @@ class Source(Protocol):
 
     def start(self, newest: Any) -> Path | None:
         """Return the folder that a server is started with, if it is."""
+        ...
+
+    def phase(self) -> AbstractContextManager[bool]:
+        """Return a context in which other processes of the trainer help, see `share.Shares`."""
         ...
 
     async def give(self, server: RemoteServer, newest: Any, version: int, name: str) -> None:

@@ -153,7 +153,7 @@ class Run:
         Every process of a job makes one, whole, in the dtype of the parameters.
         """
         machine = self.machine
-        if machine.hosts == 1 or cfg.in_process(self.config):
+        if machine.hosts == 1 or cfg.in_process(self.config) or cfg.by_transfer(self.config):
             return None
         shapes, chips = jax.eval_shape(merge, self.params), len(machine.devices) // machine.hosts
         copy = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / chips
@@ -170,8 +170,9 @@ class Run:
         """Return the bytes that a device sends for the copies of several hosts.
 
         All copies are gathered on all devices; of engines of several hosts, only what each keeps.
+        What servers pull is not counted.
         """
-        if self.machine.hosts == 1:
+        if self.machine.hosts == 1 or cfg.by_transfer(self.config):
             return 0.0
         leaves, devices = jax.tree.leaves(self.engine_params()), len(self.machine.devices)
         copy = sum(x.size * x.dtype.itemsize for x in leaves)

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,11 @@ from jaxrl.rollout.remote.http_client import RemoteOptions, RemoteServer, Server
 from jaxrl.rollout.remote.probe import Probe, make_score
 from jaxrl.rollout.server import service
 from jaxrl.rollout.server.build import make_server
-from jaxrl.rollout.weights import transfer as weight_transfer
+from jaxrl.rollout.weights import share as weight_share
 from jaxrl.rollout.weights.changes import Changes
 from jaxrl.rollout.weights.groups import Piece
-from jaxrl.rollout.weights.incoming import patience
-from jaxrl.rollout.weights.transfer import WeightTransfer
+from jaxrl.rollout.weights.incoming import NotAllowed, Notice, patience
+from jaxrl.rollout.weights.transfer import Receiver, WeightTransfer, arrange, branches
 from tests.rollout.server.conftest import model_folder, serve_config
 from tests.rollout.server.test_remote_engine import MODEL, PARAMS, engine_of
 from tests.rollout.server.test_server import ask
@@ -41,13 +42,24 @@ def server(folder):
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def servers(folder):
+    config = serve_config(folder, **{"serve.receive_weights": True})
+    running = [make_server(config, one_device()) for _ in range(3)]
+    for server in running:
+        server.start()
+    yield running
+    for server in running:
+        server.stop()
+
+
 def one_device():
     return jax.devices()[:1]
 
 
-def transferring(server, *, probes=True, recovery=300.0, poll=0.1, hosts=(), delta=False):
+def transferring(*servers, probes=True, recovery=300.0, poll=0.1, hosts=(), delta=False):
     return RemoteEngine(
-        [server.url.removesuffix("/v1")] * max(1, len(hosts)),
+        [server.url.removesuffix("/v1") for server in servers],
         "native",
         hosts=hosts,
         weights=WeightTransfer(jnp.float32, GROUP_BYTES, delta=delta),
@@ -56,6 +68,13 @@ def transferring(server, *, probes=True, recovery=300.0, poll=0.1, hosts=(), del
         else None,
         options=RemoteOptions(timeout_seconds=300, recovery_seconds=recovery, poll_seconds=poll),
     )
+
+
+def notice(end, offer, number, transfer_id, base=None):
+    """What a server is told of a group that is offered to it."""
+    receiver = Receiver(SimpleNamespace(url="http://127.0.0.1:9"))  # pyright: ignore
+    group = end._offer(offer, number, [receiver], base)
+    return end._notice(receiver, offer, number, group, transfer_id, base).to_json()
 
 
 def tokens(engine):
@@ -124,8 +143,8 @@ def two_versions(server):
     end = WeightTransfer(jnp.float32, GROUP_BYTES, delta=True)
     first = end.publish(PARAMS, 5)
     for number in range(len(first.groups)):
-        notice = end.offer("127.0.0.1", first, number, "first")
-        assert ask(server, "/receive_weights", notice.to_json())[0] == 200
+        told = notice(end, first, number, "first")
+        assert ask(server, "/receive_weights", told)[0] == 200
     yield end, end.publish(few_changes(PARAMS), 6)
     held = server.host.guests.version
     assert held == 5  # whatever came
@@ -133,47 +152,47 @@ def two_versions(server):
 
 def test_changes_of_a_version_that_is_not_there_are_refused(server, two_versions):
     end, offer = two_versions
-    notice = end.offer("127.0.0.1", offer, 0, "second", 5).to_json()
-    status, answer = ask(server, "/receive_weights", notice | {"base": 4})
+    told = notice(end, offer, 0, "second", 5)
+    status, answer = ask(server, "/receive_weights", told | {"base": 4})
     assert status == 502
     assert "version 4, whose changes it is, is not here" in answer["error"]["message"]
 
 
 def test_wrong_changes_are_found_out_by_the_whole(server, two_versions, monkeypatch):
     end, offer = two_versions
-    right = weight_transfer.changes
+    right = weight_share.changes
 
     def elsewhere(before, after):
         made = right(before, after)
         return made._replace(places=made.places + 1)
 
-    monkeypatch.setattr(weight_transfer, "changes", elsewhere)
+    monkeypatch.setattr(weight_share, "changes", elsewhere)
     status, answer = send_all(server, end, offer)
     assert status == 502 and "came with other bits than were sent: " in answer["error"]["message"]
 
 
 def test_places_outside_of_a_piece_are_refused(server, two_versions, monkeypatch):
     end, offer = two_versions
-    right = weight_transfer.changes
+    right = weight_share.changes
 
     def beyond(before, after):
         made = right(before, after)
         return made._replace(places=made.places + np.uint32(before.size))
 
-    monkeypatch.setattr(weight_transfer, "changes", beyond)
+    monkeypatch.setattr(weight_share, "changes", beyond)
     status, answer = send_all(server, end, offer)
     assert status == 502 and re.search("place .* of a piece of ", answer["error"]["message"])
 
 
 def test_changes_that_are_cut_short_are_refused(server, two_versions, monkeypatch):
     end, offer = two_versions
-    right = weight_transfer.changes
+    right = weight_share.changes
 
     def short(before, after):
         made = right(before, after)
         return Changes(made.places[:-1], made.values[:-1])
 
-    monkeypatch.setattr(weight_transfer, "changes", short)
+    monkeypatch.setattr(weight_share, "changes", short)
     status, answer = send_all(server, end, offer)
     assert status == 502 and "came with other bits than were sent: " in answer["error"]["message"]
 
@@ -182,16 +201,16 @@ def test_changes_that_are_cut_short_are_refused(server, two_versions, monkeypatc
 def test_changes_of_another_number_than_were_sent_are_refused(server, two_versions, change):
     end, offer = two_versions
     offer = end.publish(jax.tree.map(lambda x: x.at[..., :2].add(1), PARAMS), 6)
-    notice = end.offer("127.0.0.1", offer, 0, "second", 5).to_json()
-    assert notice["changed"][0] == 2 * PARAMS["embed"].shape[0]
-    other = [notice["changed"][0] + change, *notice["changed"][1:]]
-    status, answer = ask(server, "/receive_weights", notice | {"changed": other})
+    told = notice(end, offer, 0, "second", 5)
+    assert told["changed"][0] == 2 * PARAMS["embed"].shape[0]
+    other = [told["changed"][0] + change, *told["changed"][1:]]
+    status, answer = ask(server, "/receive_weights", told | {"changed": other})
     assert status == 502 and "did not come from" in answer["error"]["message"]
 
 
 def test_changes_in_another_order_are_refused(server, two_versions):
     end, offer = two_versions
-    first, second = (end.offer("127.0.0.1", offer, n, "second", 5).to_json() for n in (0, 1))
+    first, second = (notice(end, offer, n, "second", 5) for n in (0, 1))
     assert ask(server, "/receive_weights", first)[0] == 200
     assert ask(server, "/receive_weights", second | {"number": 2})[0] == 502
 
@@ -199,15 +218,15 @@ def test_changes_in_another_order_are_refused(server, two_versions):
 @pytest.mark.parametrize("changed", [[10**9], [-1], [1, 2, 3], "some"])
 def test_a_notice_of_impossible_changes_is_refused(server, two_versions, changed):
     end, offer = two_versions
-    notice = end.offer("127.0.0.1", offer, 0, "second", 5).to_json()
-    assert ask(server, "/receive_weights", notice | {"changed": changed, "base": 5})[0] == 400
+    told = notice(end, offer, 0, "second", 5)
+    assert ask(server, "/receive_weights", told | {"changed": changed, "base": 5})[0] == 400
 
 
 def send_all(server, end, offer):
     """Give notice of all groups until one is refused; the last answer."""
     for number in range(len(offer.groups)):
-        notice = end.offer("127.0.0.1", offer, number, "second", 5)
-        answered = ask(server, "/receive_weights", notice.to_json())
+        told = notice(end, offer, number, "second", 5)
+        answered = ask(server, "/receive_weights", told)
         if answered[0] != 200:
             break
     return answered
@@ -223,8 +242,8 @@ def test_other_bits_than_were_sent_are_refused_and_the_old_weights_stay(server, 
         calls.append(arrays)
         return [n + (len(calls) == 3) for n in right(arrays)]
 
-    right = weight_transfer.sums
-    monkeypatch.setattr(weight_transfer, "sums", third_is_wrong)
+    right = weight_share.sums
+    monkeypatch.setattr(weight_share, "sums", third_is_wrong)
     new = jax.tree.map(lambda x: x + 1, PARAMS)
     with pytest.raises(
         RemoteEngineError, match=r"group 2 of \d+ \(.*\) of version 6 came with oth"
@@ -243,12 +262,12 @@ def test_a_server_that_goes_in_the_middle_leaves_nothing_behind(server, monkeypa
     async def second_finds_nobody(self, group, seconds):
         if group["number"] == 1:
             server.stop()
-        await received(self, group, seconds)
+        return await received(self, group, seconds)
 
     monkeypatch.setattr(RemoteServer, "receive", second_finds_nobody)
     with pytest.raises(RemoteEngineError, match="no server was ready for 1 s"):
         engine.update_weights(PARAMS, 5)
-    assert engine.source._ends == {}  # and with them what was offered
+    assert engine.source.shares.own._ends == {}  # and with them what was offered
     engine.close()
 
 
@@ -274,16 +293,21 @@ def test_a_server_that_comes_back_gets_the_weights_while_they_are_there(folder, 
 
 
 PIECE = {"name": "embed", "starts": [0, 0], "shape": [1, 1], "dtype": "float32"}
+PLACE = {"address": "127.0.0.1:1", "uuid": 1, "pieces": 1}  # where nobody listens
 GROUP = {
-    "address": "127.0.0.1:1",  # where nobody listens
+    "places": [PLACE],
     "transfer": "one",
-    "uuid": 1,
     "version": 3,
     "number": 0,
     "count": 1,
     "dtype": "float32",
     "pieces": [PIECE],
     "checksums": [7],
+    "changed": [None],
+    "base": None,
+    "keep": False,
+    "onward": [],
+    "fresh": False,
 }
 
 
@@ -295,14 +319,22 @@ GROUP = {
             502,
             r"group 1 of 3 \(embed\) of version 3 is not the next .*begin with 0",
         ),
-        ({"number": 3}, 400, "group 3 of 1, uuid=1"),
+        ({"number": 3}, 400, r"group 3 of 1, uuids=\[1\]"),
         ({"pieces": None}, 400, "without what belongs in it"),
         ({"dtype": "int8"}, 400, "dtype='int8'"),
-        ({"address": "nowhere"}, 400, "address='nowhere': must be host:port"),
-        ({"uuid": 2**64}, 400, "uuid=18446744073709551616"),
+        ({"places": [PLACE | {"address": "nowhere"}]}, 400, "address='nowhere': must be host:port"),
+        ({"places": [PLACE | {"uuid": 2**64}]}, 400, r"uuids=\[18446744073709551616\]"),
+        ({"onward": [-1]}, 400, r"uuids=\[-1, 1\]"),
+        ({"places": []}, 400, r"places with \[\] of 1 pieces"),
+        ({"places": [PLACE | {"pieces": 2}]}, 400, r"places with \[2\] of 1 pieces"),
+        ({"changed": [1]}, 400, r"changed=\(1,\) of no version"),
         ({}, 502, r"did not come from 127\.0\.0\.1:1: .*refused"),
-        ({"address": "10.0.0.9:22"}, 403, r"10\.0\.0\.9:22': this came from 127\.0\.0\.1"),
-        ({"address": "localhost:22"}, 403, "this came from"),
+        (
+            {"places": [PLACE | {"address": "10.0.0.9:22"}]},
+            403,
+            r"10\.0\.0\.9:22': this came from 127\.0\.0\.1, and .* serve\.weight_networks=\[\]",
+        ),
+        ({"places": [PLACE | {"address": "localhost:22"}]}, 403, "this came from"),
         # before anything is allocated or asked for
         ({"pieces": [PIECE | {"shape": [2**36, 1]}]}, 400, "not a part of embed"),
         ({"pieces": [PIECE | {"dtype": "garbage"}]}, 400, "comes as garbage; here it is float32"),
@@ -325,12 +357,12 @@ def test_nothing_is_pulled_where_it_is_not_allowed(folder, server, monkeypatch):
 
 def test_groups_of_two_trainers_are_never_mixed(server):
     """Both send version 5; the one that began last goes on."""
-    (one, other), host = [WeightTransfer(jnp.float32, GROUP_BYTES) for _ in "ab"], "127.0.0.1"
+    one, other = [WeightTransfer(jnp.float32, GROUP_BYTES) for _ in "ab"]
     offers = {end: end.publish(PARAMS, 5) for end in (one, other)}
 
     def send(end, number, transfer):
-        notice = end.offer(host, offers[end], number, transfer)
-        return ask(server, "/receive_weights", notice.to_json())
+        told = notice(end, offers[end], number, transfer)
+        return ask(server, "/receive_weights", told)
 
     assert send(one, 0, "a")[0] == 200
     assert send(other, 0, "b")[0] == 200
@@ -351,7 +383,7 @@ def test_what_jax_and_sockets_raise_is_an_error_of_that_server(server, monkeypat
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.source, "offer", failing)
+        patch.setattr(engine.source.shares, "offer", failing)
         with pytest.raises(RemoteEngineError, match=f"could not be offered to .*{error}"):
             engine.update_weights(PARAMS, 5)
     engine.update_weights(PARAMS, 6)
@@ -384,8 +416,8 @@ def test_what_has_come_is_thrown_away_when_nothing_follows(server, monkeypatch):
     end = WeightTransfer(jnp.float32, GROUP_BYTES)
     offer = end.publish(PARAMS, 5)
     for number, status in ((0, 200), (1, 502)):
-        notice = end.offer("127.0.0.1", offer, number, "a")
-        assert ask(server, "/receive_weights", notice.to_json())[0] == status
+        told = notice(end, offer, number, "a")
+        assert ask(server, "/receive_weights", told)[0] == status
 
 
 def test_a_server_that_hangs_holds_up_the_others_for_a_group_and_no_longer():
@@ -424,9 +456,9 @@ class SlowHost:
         pass
 
 
-def test_an_update_does_not_wait_for_a_server_that_is_being_started(server):
-    hosts = [SlowHost(server), SlowHost(server)]
-    engine = transferring(server, probes=False, hosts=hosts)
+def test_an_update_does_not_wait_for_a_server_that_is_being_started(servers):
+    hosts = [SlowHost(server) for server in servers[:2]]
+    engine = transferring(*servers[:2], probes=False, hosts=hosts)
     engine.update_weights(PARAMS, 5)
     _, second = engine.servers
     hosts[1].starting = True
@@ -440,3 +472,102 @@ def test_an_update_does_not_wait_for_a_server_that_is_being_started(server):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     engine.close()
+
+
+# ---- servers that have a group offer it to others
+
+
+@pytest.mark.parametrize(
+    ("receivers", "groups", "expected"),
+    [
+        (1, 1, (1, 1)),
+        (3, 6, (1, 3)),  # a chain: 6 + 2 groups; two branches: 2 x (6 + 1)
+        (8, 50, (1, 8)),  # 57
+        (8, 1, (2, 3)),  # 2 + 4 + 8 servers in three levels: 2 x 3; a chain: 8
+        (64, 1, (2, 6)),  # 2 + 4 + ... + 64; 2 x 6
+        (0, 5, (1, 0)),
+    ],
+)
+def test_the_tree_that_takes_least_time(receivers, groups, expected):
+    assert branches(receivers, groups) == expected
+
+
+def test_each_has_its_place_in_the_tree():
+    """One pulls from the trainer alone; of seven others two do, of one group."""
+    servers = [SimpleNamespace(url=f"http://10.0.0.{n}") for n in range(8)]
+    tree = arrange(servers, 1, {"http://10.0.0.3"})  # pyright: ignore
+    parents = [r.parent and tree.index(r.parent) for r in tree]
+    assert parents == [None, None, 0, None, 0, 1, 1, 2]
+    assert [r.depth for r in tree] == [0, 0, 1, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_trainer_sends_what_all_servers_get_once(servers, delta):
+    engine, everything = transferring(*servers, delta=delta), sum_of_bytes(PARAMS)
+    engine.update_weights(PARAMS, 5)
+    assert engine.source.sent_bytes == everything
+    other = few_changes(PARAMS)
+    engine.update_weights(other, 6)
+    assert engine.source.sent_bytes == (3 * (4 + 4) if delta else everything)
+    ours = [server.host.generate(ASKED) for server in servers]
+    assert {server.host.guests.version for server in servers} == {6}
+    first, *others = [[(c.tokens, c.log_probs) for g in each for c in g] for each in ours]
+    assert others == [first, first]
+    engine.close()
+
+
+def sum_of_bytes(params):
+    return sum(x.nbytes for x in jax.tree.leaves(params))
+
+
+def test_one_that_fails_cuts_nobody_off(servers, monkeypatch):
+    """The second of the chain refuses a group: the third gets all of them of the first."""
+    engine = transferring(*servers, probes=False, poll=60.0)
+    engine.update_weights(PARAMS, 5)
+    received, first, failing = RemoteServer.receive, [], []
+
+    async def refuse(self, group, seconds):
+        if group["number"] == 2:
+            if first and not failing:
+                failing.append(self)
+                raise ServerError("it broke")
+            first.append(self)
+        return await received(self, group, seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteServer, "receive", refuse)
+        engine.update_weights(few_changes(PARAMS), 6)
+    assert sorted(server.host.guests.version for server in servers) == [5, 6, 6]
+    assert [server for server in engine.servers if not server.ready] == failing
+    assert engine.source._stale == {first[0].url}  # it offered what nobody pulled
+    engine.update_weights(PARAMS, 7)
+    engine._call(engine._bring(failing[0]))
+    assert [server.host.guests.version for server in servers] == [7, 7, 7]
+    assert not engine.source._stale
+    engine.close()
+
+
+def test_one_that_may_not_pull_from_others_gets_all_of_the_trainer(servers, monkeypatch):
+    engine, received = transferring(*servers, probes=False), RemoteServer.receive
+
+    async def refuse(self, group, seconds):
+        ends = engine.source.shares.own._ends.values()
+        if group["places"][0]["address"] not in [end.address() for end in ends]:
+            raise ServerError("set serve.weight_networks", status=403, retryable=False)
+        return await received(self, group, seconds)
+
+    monkeypatch.setattr(RemoteServer, "receive", refuse)
+    for version in (5, 6):
+        engine.update_weights(PARAMS, version)
+        assert [server.host.guests.version for server in servers] == [version] * 3
+    assert engine.source._alone
+    assert engine.source.sent_bytes == 3 * sum_of_bytes(PARAMS)
+    engine.close()
+
+
+def test_where_weights_may_be():
+    told = Notice.read(GROUP | {"places": [PLACE | {"address": "10.1.2.3:7"}]})
+    told.check_places("10.1.2.3", [])
+    told.check_places("10.9.9.9", ["192.168.0.0/16", "10.1.0.0/16"])
+    with pytest.raises(NotAllowed, match="came from 10.9.9.9"):
+        told.check_places("10.9.9.9", ["10.2.0.0/16"])
