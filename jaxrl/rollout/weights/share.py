@@ -235,6 +235,7 @@ def _with_whole_adapter(weight: Weight) -> Weight:
     """Return a weight whose adapter, which is small, is whole on every device of the job."""
     if not isinstance(weight, LoraWeight) or weight.w.is_fully_addressable:
         return weight
+    assert isinstance(weight.w.sharding, NamedSharding)
     everywhere = NamedSharding(weight.w.sharding.mesh, PartitionSpec())
     a, b, scale = jax.jit(lambda *x: x, out_shardings=everywhere)(weight.a, weight.b, weight.scale)
     return weight.replace(a=a, b=b, scale=scale)
