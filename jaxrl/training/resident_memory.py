@@ -1,7 +1,7 @@
 """What stays in the devices' memory between the programs of a step, counted from shapes alone."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ def beside_the_engine(
     model: TransformerConfig,
     mesh: jax.sharding.Mesh,
     engine: frozenset[Any],
+    devices: Sequence[Any] | None = None,
 ) -> int:
     """Return the bytes that a run in training keeps on a device of its engine while it samples.
 
@@ -50,9 +51,10 @@ def beside_the_engine(
         model: architecture of the policy.
         mesh: of training.
         engine: its devices.
+        devices: of the run; None = those of all its processes.
     """
     policy, forward_pass = assemble_policy(config, model, mesh)
-    reference, _ = assemble_reference(config, policy, forward_pass)
+    reference, _ = assemble_reference(config, policy, forward_pass, devices)
     _, state, updater = assemble_update(config, forward_pass, policy.placement, 1, policy.trained)
     critic = Critic(config, policy.placement, 0, 1) if has_critic(config.trainer) else None
     stay = of_training(policy, reference, updater, state, critic)

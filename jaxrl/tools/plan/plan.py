@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.platform_defaults import settle
+from jaxrl.models import hf
 from jaxrl.models.kernels import HEAD_LOG_PROBS, OPERATIONS, PAGED_ATTENTION
 from jaxrl.models.kernels.choice import Facts, Operation
 from jaxrl.models.transformer import TransformerConfig
@@ -14,6 +15,7 @@ from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, secon
 from jaxrl.tools.plan.phases import SAMPLING, Cache, Phase, cache_of, phases
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import Machine
+from jaxrl.train import sized
 from jaxrl.training.resident_memory import Resident, device_bytes, of_training
 
 GPUS_OF_A_HOST = 8
@@ -124,6 +126,11 @@ def make_plan(
     config = cfg.resolve(config)
     config, chosen = settle(config, machine.platform, recorded=recorded_settings(config.trainer))
     cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
+    role = config.trainer.policy
+    assert role.model.path is not None  # validated
+    model = hf.load_config(role.model.path, cfg.model_overrides(config.trainer, role))
+    config, lines = sized(config, lambda: model, machine.devices, machine.memory, machine.platform)
+    chosen = [*chosen, *lines]
     longest = config.generator.sampling_params.max_generate_length
     if mean_response is not None and not 0 < mean_response <= longest:
         raise ValueError(
@@ -134,7 +141,7 @@ def make_plan(
     if machine.stand_in:  # CPU devices have none of a GPU's kernels but those in plain XLA
         head = _kernel_of_gpu(HEAD_LOG_PROBS, config, None)
         config = cfg.apply_overrides(config, {"trainer.kernels": {HEAD_LOG_PROBS.name: head}})
-    run, refusal = Run(config, machine), None
+    run, refusal = Run(config, machine, model), None
     _check_kernels(run, given)
     try:
         engine = run.engine()
@@ -170,7 +177,7 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
     beside the last.
     """
     kinds = None if cfg.overlaps(run.config) else SAMPLING
-    spans = run.config.generator.inference_engine.hosts_per_engine > 1
+    spans = cfg.engine_hosts(run.config.generator.inference_engine) > 1
     of_weights = SAMPLING | {"load"} if kinds and spans else kinds
     stay = list(of_training(run.policy, run.reference, run.updater, run.state, run.critic))
     for decode in (phase for phase in found if phase.kind == "decode"):
@@ -236,9 +243,10 @@ def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
         where = "in this process" if hosts == 1 else "in each process"
         notes.append(f"the engine of backend={settings.backend!r} is {where} and not counted")
     elif hosts > 1:
-        engines = hosts // settings.hosts_per_engine
-        who = "each samples" if engines == hosts else f"{settings.hosts_per_engine} together sample"
-        whose = "its" if engines == hosts else "their"
+        together = cfg.engine_hosts(settings)
+        engines = hosts // together
+        who = "each samples" if together == 1 else f"{together} together sample"
+        whose = "its" if together == 1 else "their"
         notes.append(
             f"{hosts} processes of {len(machine.devices) // hosts} devices: {who} 1/{engines} of "
             f"the prompts, with weights of {whose} own"

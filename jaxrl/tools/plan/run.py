@@ -76,7 +76,7 @@ class Run:
         self.model = model
         self.mesh, self.engine_mesh = meshes(config, machine.devices)
         self.engine_devices = frozenset(self.engine_mesh.devices.flat)
-        hosts = config.generator.inference_engine.hosts_per_engine
+        hosts = cfg.engine_hosts(config.generator.inference_engine)
         self.engines = machine.hosts // hosts
         if machine.first_hosts is not None:
             alone = machine.first_hosts(hosts)
@@ -175,7 +175,7 @@ class Run:
             return 0.0
         leaves, devices = jax.tree.leaves(self.engine_params()), len(self.machine.devices)
         copy = sum(x.size * x.dtype.itemsize for x in leaves)
-        if self.config.generator.inference_engine.hosts_per_engine > 1:
+        if cfg.engine_hosts(self.config.generator.inference_engine) > 1:
             # a part of what is a device's own, and then those that the other engines have of it
             return copy / devices + copy / self.engine_mesh.size * (self.engines - 1) / self.engines
         return copy * (devices - 1) / devices
