@@ -29,12 +29,14 @@ class Resident:
         size: bytes on one device; 0 for what waits in the host's memory.
         devices: that hold it.
         kinds: of the phases during which it is there; None = all.
+        waits: bytes of one device's part that are in its host's memory.
     """
 
     name: str
     size: int
     devices: frozenset[Any]
     kinds: frozenset[str] | None = None
+    waits: int = 0
 
 
 def beside_the_engine(
@@ -96,7 +98,7 @@ def _all_params(name: str, weights: Weights) -> Resident:
     """Count the parameters of a model that is not trained: a reference, or a base of adapters."""
     size = device_bytes(placed_params(weights.model, weights.placement))
     at = frozenset(weights.placement.mesh.devices.flat)
-    return Resident(name, 0 if weights.settings.fsdp_config.cpu_offload else size, at)
+    return _resident(name, size, at, waits=weights.settings.fsdp_config.cpu_offload)
 
 
 def _of_state(
@@ -104,7 +106,11 @@ def _of_state(
 ) -> Resident:
     offloaded = jax.tree.leaves(updater.offloaded.get(field))
     waits = any(sharding.memory_kind == IN_HOST_MEMORY for sharding in offloaded)
-    return Resident(name, 0 if waits else device_bytes(getattr(state, field)), at)
+    return _resident(name, device_bytes(getattr(state, field)), at, waits=waits)
+
+
+def _resident(name: str, size: int, at: frozenset, *, waits: bool) -> Resident:
+    return Resident(name, 0, at, waits=size) if waits else Resident(name, size, at)
 
 
 def device_bytes(tree: Any, groups: int = 1) -> int:

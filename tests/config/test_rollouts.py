@@ -155,9 +155,7 @@ def test_sizes_left_to_memory_are_checked_on_as_many_processes_as_they_need():
     validate(config_of(tensor_parallel_size=8), num_devices=8, num_processes=4)
     with pytest.raises(ValueError, match="tensor_parallel_size=3 is 3, .* divide 2 devices"):
         validate(config_of(tensor_parallel_size=3), num_devices=8, num_processes=4)
-    with pytest.raises(
-        ValueError, match=r"hosts_per_engine=0: must be positive, or None"
-    ):
+    with pytest.raises(ValueError, match=r"hosts_per_engine=0: must be positive, or None"):
         validate(config_of(hosts_per_engine=0), 8)
 
 

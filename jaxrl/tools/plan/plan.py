@@ -10,6 +10,7 @@ from jaxrl.models import hf
 from jaxrl.models.kernels import HEAD_LOG_PROBS, OPERATIONS, PAGED_ATTENTION
 from jaxrl.models.kernels.choice import Facts, Operation
 from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel.chips import GIB
 from jaxrl.records.checkpoint import recorded_settings
 from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
 from jaxrl.tools.plan.phases import SAMPLING, Cache, Phase, cache_of, phases
@@ -19,6 +20,7 @@ from jaxrl.train import sized
 from jaxrl.training.resident_memory import Resident, device_bytes, of_training
 
 GPUS_OF_A_HOST = 8
+HELD = "weights as sent"  # of `WeightTransfer`, on the first host and on each server's
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Plan:
         config: resolved.
         limits: what a device can do.
         residents: what stays on the devices between the programs.
+        host: bytes of what stays in the memory of the first host, by its name.
         refusal: why its engine cannot be made, if it cannot.
         cache: what the pages of a device hold; None without an engine.
         notes: what the plan leaves out, and what was chosen for fields that were "auto".
@@ -77,6 +80,7 @@ class Plan:
     limits: Limits
     lines: list[Line]
     residents: list[Resident]
+    host: dict[str, float]
     cache: Cache | None
     refusal: str | None
     notes: list[str]
@@ -150,6 +154,8 @@ def make_plan(
     refusal = refusal or run.refused_copy()
     found = phases(run, engine, mean_response)
     stay, device, lines = residents(run, found), limits(machine), []
+    of_host = host_residents(run, stay)
+    refusal = refusal or refused_host(machine, of_host)
     for phase in found:
         tell(phase.name)
         memory = memory_of(phase, config)
@@ -166,7 +172,7 @@ def make_plan(
     cache = engine and cache_of(run, engine.programs, mean_response or longest)
     notes = [*_notes(config, machine), *_responses(found, longest, mean_response), *chosen]
     notes += [str(x) for x in run.forward_pass.kernels if x.operation == "expert_exchange"]
-    return Plan(config, machine, device, lines, stay, cache, refusal, notes, mean_response)
+    return Plan(config, machine, device, lines, stay, of_host, cache, refusal, notes, mean_response)
 
 
 def residents(run: Run, found: list[Phase]) -> list[Resident]:
@@ -185,6 +191,26 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
         stay.append(Resident("engine weights", weights, decode.part.devices, of_weights))
         stay.append(Resident("KV cache", cache, decode.part.devices, kinds))
     return stay
+
+
+def host_residents(run: Run, stay: list[Resident]) -> dict[str, float]:
+    """Return the bytes of what stays in the memory of the first host, by its name."""
+    hosts, held = run.machine.hosts, run.held_bytes()
+    found = {x.name: x.waits * len(x.devices) / hosts for x in stay if x.waits}
+    return found | ({HELD: float(held)} if held else {})
+
+
+def refused_host(machine: Machine, of_host: dict[str, float]) -> str | None:
+    """Return why what stays there does not fit into the memory of a host, or None."""
+    needed, memory = sum(of_host.values()), machine.host_memory
+    if memory is None or needed <= memory:
+        return None
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in of_host.items())
+    return (
+        f"a host has {memory / GIB:.2f} GiB of memory, and {parts} GiB stay there; leave more on "
+        "the devices (offload_after_step, cpu_offload), send weights whole (weight_delta=False), "
+        "or take more hosts"
+    )
 
 
 def beside(phase: Phase, stay: list[Resident]) -> float:
@@ -238,7 +264,10 @@ def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
     """Return where sampling is done, and what is not counted."""
     settings, hosts, notes = config.generator.inference_engine, machine.hosts, []
     if not cfg.in_process(config):
-        notes.append(f"the engine of backend={settings.backend!r} is elsewhere and not counted")
+        kept = f", nor are the {HELD} that its hosts keep too" if settings.weight_delta else ""
+        notes.append(
+            f"the engine of backend={settings.backend!r} is elsewhere and not counted{kept}"
+        )
     elif settings.backend != "native":
         where = "in this process" if hosts == 1 else "in each process"
         notes.append(f"the engine of backend={settings.backend!r} is {where} and not counted")
