@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -43,10 +44,11 @@ from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.hf import ModelError
 from jaxrl.models.transformer import TransformerConfig
-from jaxrl.parallel import is_first, make_mesh, same_in_all
+from jaxrl.parallel import by_process, is_first, make_mesh, same_in_all
+from jaxrl.parallel.chips import GIB
 from jaxrl.parallel.compilation import enable_cache
-from jaxrl.parallel.devices import check_devices
-from jaxrl.parallel.processes import joined_main
+from jaxrl.parallel.devices import check_devices, device_memory
+from jaxrl.parallel.processes import agree, joined_main
 from jaxrl.records.callbacks import TrainingCallback, load_callbacks
 from jaxrl.records.checkpoint import (
     CheckpointError,
@@ -61,6 +63,7 @@ from jaxrl.registry.contracts import ContractError
 from jaxrl.registry.trial import try_functions
 from jaxrl.rollout.build import engine_kernel, engine_of_run
 from jaxrl.rollout.build_jetstream import jetstream_engine
+from jaxrl.rollout.build_sizes import Sizes, sizes_that_fit
 from jaxrl.rollout.conversations.conversation import ConversationGenerator
 from jaxrl.rollout.conversations.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
@@ -118,6 +121,9 @@ class BasePPOExp:
         enable_cache(self.config.trainer.compilation_cache_path)
         cfg.check_nodes(self.config, jax.process_count())
         cfg.validate(self.config, num_devices=jax.device_count(), num_processes=jax.process_count())
+        if type(self).get_model is BasePPOExp.get_model:
+            self.config, lines = sized(self.config, self.get_model)
+            self.chosen = [*self.chosen, *lines]
 
     @classmethod
     def settled(cls, config: cfg.TrainConfig) -> Settled:
@@ -169,7 +175,7 @@ class BasePPOExp:
                 mesh = meshes(self.config)[0]
             return assemble_remote_engine(self.config, model, mesh, self.tokenizer)
         if isinstance(model, AdaptedModel):
-            if settings.hosts_per_engine > 1:
+            if cfg.engine_hosts(settings) > 1:
                 raise ValueError(
                     f"generator.inference_engine.hosts_per_engine={settings.hosts_per_engine}: "
                     f"{model.name} is a flax module, whose sampler is in each process; set it to 1"
@@ -450,6 +456,63 @@ def meshes(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> tup
     if parts.engine == parts.policy:
         return mesh, mesh
     return mesh, make_mesh(devices=parts.engine, data=-1)
+
+
+def sized(
+    config: cfg.TrainConfig,
+    get_model: Callable[[], TransformerConfig],
+    devices: Sequence[Any] | None = None,
+    memory: float | None = None,
+    platform: str | None = None,
+) -> Settled:
+    """Choose the sizes of the native engine that are None, by memory; see `sizes_that_fit`.
+
+    Those of the checkpoint that the run goes on from are kept where they fit. Where memory is not
+    known, as on a CPU, they are the smallest that part the devices. A collective of a job.
+
+    Args:
+        config: settled and validated; is not changed.
+        get_model: architecture of the policy, asked for where memory is known.
+        devices: of the run; None = those of all its processes.
+        memory: bytes of a device; None = as it says itself.
+        platform: of the devices; None = as they say.
+    """
+    settings = config.generator.inference_engine
+    asked = settings.hosts_per_engine, settings.tensor_parallel_size
+    if None not in asked or not cfg.in_process(config) or settings.backend != "native":
+        return Settled(config, [])
+    processes = by_process(jax.devices() if devices is None else devices)
+    samplers = cfg.device_ranges(config, len(processes[0])).engine
+    processes = [[process[i] for i in samplers] for process in processes]
+    device = processes[jax.process_index()][0]
+    least = cfg.least_hosts(config, len(samplers), len(processes))
+    sizes, why = Sizes(asked[0] or least, asked[1] or 1), "as few as the sizes part"
+    known = (platform or device.platform) != "cpu"
+    memory = device_memory(device) if memory is None else memory
+    if known and memory < math.inf:
+        model, (mesh, sampler) = get_model(), meshes(config, devices)
+        on = frozenset(sampler.devices.flat)
+        beside = beside_the_engine(config, model, mesh, on, devices)
+        recorded, source = recorded_settings(config.trainer)
+        before = Sizes(*(recorded[name] or 1 for name in cfg.ENGINE_SIZES)) if source else None
+        sizes = sizes_that_fit(
+            config,
+            model,
+            processes,
+            resident=beside,
+            memory=memory,
+            platform=platform,
+            before=before,
+        )
+        why = f"by memory, beside {beside / GIB:.2f} of {memory / GIB:.2f} GiB of a device"
+        why = f"as in {source}" if sizes == before else why
+    sizes = agree(sizes) if devices is None else sizes
+    pairs = zip(cfg.ENGINE_SIZES, sizes, asked, strict=True)
+    chosen = {name: size for name, size, given in pairs if given is None and size > 1}
+    if not chosen:
+        return Settled(config, [])
+    words = ", ".join(f"{name.rpartition('.')[2]}={size}" for name, size in chosen.items())
+    return Settled(cfg.apply_overrides(config, chosen), [f"{words}: {why}"])
 
 
 def _warn_of_a_judge_of_no_row(config: cfg.TrainConfig, prompts: list[Prompt]) -> None:

@@ -353,7 +353,7 @@ class Trainer:
         blind = config.generator.sampling_params.logprobs is None
         scored = (needs_old_log_probs(config.trainer) or blind) + (self.ref_params is not None)
         together = config.trainer.placement.colocate_all and not cfg.overlaps(config)
-        copies = self.mesh.size // settings.tensor_parallel_size
+        copies = self.mesh.size // cfg.engine_tensor(settings)
         return least_seconds(
             batch,
             self.model,
@@ -424,7 +424,7 @@ class Trainer:
             sample,
             prompts,
             each_samples=cfg.in_process(self.config),
-            hosts=self.config.generator.inference_engine.hosts_per_engine,
+            hosts=cfg.engine_hosts(self.config.generator.inference_engine),
             phase=phase_of(self.engine),
         )
 
@@ -583,7 +583,7 @@ class Trainer:
     def sync_weights(self, step: int) -> None:
         """Hand the parameters to the engine; they are version `step`."""
         params, engine = self.params, self.config.generator.inference_engine
-        if engine.hosts_per_engine == 1 and not cfg.by_transfer(self.config):
+        if cfg.engine_hosts(engine) == 1 and not cfg.by_transfer(self.config):
             params = local_copy(params, sampler_dtype(self.config), cfg.group_bytes(self.config))
         self.engine.update_weights(params, step)
 

@@ -47,10 +47,12 @@ from jaxrl.config.generator import (
     InferenceEngineConfig,
     SamplingParams,
     engine_dtype,
+    engine_hosts,
+    engine_tensor,
 )
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.overrides import apply_overrides, parse_command_line
-from jaxrl.config.platform import ON_CPU, auto_fields, with_settled
+from jaxrl.config.platform import ENGINE_SIZES, ON_CPU, auto_fields, with_settled
 from jaxrl.config.recipe import (
     default_config,
     load_config_file,
@@ -63,14 +65,17 @@ from jaxrl.config.recipe import (
 from jaxrl.config.rollouts import (
     by_transfer,
     check_engines,
+    engine_parts,
     group_bytes,
     in_process,
     keeps_pages,
+    least_hosts,
     longest_row,
     overlaps,
     rows_at_once,
     runs_free,
     sends_adapters,
+    spans_hosts,
     starts_own_engine,
 )
 from jaxrl.config.serving import ServeConfig
@@ -146,6 +151,7 @@ __all__ = [
     "MegatronLoraConfig",
     "MegatronTorchProfilerConfig",
     "MixedPrecisionConfig",
+    "ENGINE_SIZES",
     "ON_CPU",
     "ModelConfig",
     "OffPolicyCorrectionConfig",
@@ -176,6 +182,10 @@ __all__ = [
     "default_config",
     "device_ranges",
     "engine_dtype",
+    "engine_hosts",
+    "engine_tensor",
+    "engine_parts",
+    "spans_hosts",
     "batch_groups",
     "get_config_as_dict",
     "get_config_as_yaml_str",
@@ -183,6 +193,7 @@ __all__ = [
     "by_transfer",
     "in_process",
     "keeps_pages",
+    "least_hosts",
     "load_config_file",
     "longest_row",
     "logger_names",

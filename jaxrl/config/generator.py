@@ -120,14 +120,19 @@ class InferenceEngineConfig(BaseConfig):
     ] = 1.0
     """Most GB of weights that are on their way to an engine at a time."""
     tensor_parallel_size: Annotated[
-        int, positive, implemented("parts of the trainer's devices")
-    ] = 1
-    """Devices of an engine that share each weight matrix."""
+        int | None,
+        positive_or(None, "as memory asks"),
+        implemented("parts of the trainer's devices", skyrl_default=1),
+    ] = None
+    """Devices of an engine that share each weight matrix; None = as few as hold the weights and a
+    row beside the trainer, where the devices say what memory they have, else 1."""
     hosts_per_engine: Annotated[
-        int, positive, new("of a job of several processes, on the trainer's devices")
-    ] = 1
+        int | None,
+        positive_or(None, "as memory asks"),
+        new("of a job of several processes, on the trainer's devices"),
+    ] = None
     """Processes of a job, neighbours, whose devices make one engine: for weights that those of one
-    cannot hold. The first of them samples, the others follow it."""
+    cannot hold. The first of them samples, the others follow it. None = as few as are enough."""
     pipeline_parallel_size: Annotated[int, positive, mapped("of vLLM servers started here")] = 1
     """Pipeline stages of an engine."""
     expert_parallel_size: Annotated[
@@ -272,6 +277,16 @@ class GeneratorConfig(BaseConfig):
     """One row per turn."""
     merge_stepwise_output: Annotated[bool, later()] = False
     """Merge neighbouring turns where the later prompt begins with the earlier turn."""
+
+
+def engine_hosts(settings: InferenceEngineConfig) -> int:
+    """Return the processes whose devices make an engine; 1 where nothing asked for more."""
+    return settings.hosts_per_engine or 1
+
+
+def engine_tensor(settings: InferenceEngineConfig) -> int:
+    """Return the devices that share each matrix of an engine; 1 where nothing asked for more."""
+    return settings.tensor_parallel_size or 1
 
 
 def engine_dtype(settings: InferenceEngineConfig) -> str:

@@ -16,6 +16,11 @@ ON_CPU = {
     "trainer.few_shapes": False,
     "generator.inference_engine.model_dtype": "float32",
 }
+# Chosen by the memory of the devices where they are None; what nobody has chosen counts as 1.
+ENGINE_SIZES = (
+    "generator.inference_engine.hosts_per_engine",
+    "generator.inference_engine.tensor_parallel_size",
+)
 
 
 def auto_fields(config: Any) -> list[str]:

@@ -4,7 +4,13 @@ import warnings
 from typing import Any, NoReturn
 
 from jaxrl.config.constraints import fail
-from jaxrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
+from jaxrl.config.generator import (
+    GeneratorConfig,
+    InferenceEngineConfig,
+    SamplingParams,
+    engine_hosts,
+    engine_tensor,
+)
 from jaxrl.config.train_config import TrainConfig
 
 _ENGINE = "generator.inference_engine"
@@ -103,10 +109,13 @@ def check_engines(config: TrainConfig, num_devices: int, num_processes: int = 1)
         num_processes: of the job.
     """
     engine = config.generator.inference_engine
-    if engine.hosts_per_engine > 1:
+    if engine_hosts(engine) > 1:
         _check_hosts(config, num_processes)
     if in_process(config):
-        _check_in_process(engine, num_devices * engine.hosts_per_engine)
+        hosts = engine.hosts_per_engine
+        if hosts is None:
+            hosts = least_hosts(config, num_devices, num_processes)
+        _check_in_process(engine, num_devices * hosts)
     else:
         _check_sampling_mask(config)
     if not in_process(config) or engine.backend != "native":
@@ -125,6 +134,29 @@ def check_engines(config: TrainConfig, num_devices: int, num_processes: int = 1)
         _check_remote(config)
 
 
+def engine_parts(engine: InferenceEngineConfig) -> int:
+    """Return a number that the devices of all engines must be a multiple of."""
+    return engine.num_engines * max(engine_tensor(engine), engine.expert_parallel_size)
+
+
+def spans_hosts(config: TrainConfig) -> bool:
+    """Return whether an engine may have the devices of several processes."""
+    return _only_one_host(config) is None
+
+
+def least_hosts(config: TrainConfig, num_devices: int, num_processes: int) -> int:
+    """Return the fewest processes whose devices the sizes of an engine part; 1 if there are none.
+
+    Args:
+        num_devices: of the sampler in a process.
+        num_processes: of the job.
+    """
+    parts = engine_parts(config.generator.inference_engine)
+    most = num_processes if spans_hosts(config) else 1
+    divisors = (n for n in range(1, most + 1) if num_processes % n == 0)
+    return next((n for n in divisors if num_devices * n % parts == 0), 1)
+
+
 def _warn_of_adapter_folder(config: TrainConfig) -> None:
     lora, backend = config.trainer.policy.model.lora, config.generator.inference_engine.backend
     if lora.rank > 0 and lora.lora_sync_path is not None and backend != "vllm":
@@ -141,11 +173,11 @@ def _fail(name: str, value: Any, problem: str) -> NoReturn:
 
 
 def _check_in_process(engine: InferenceEngineConfig, num_devices: int) -> None:
-    tensor, experts = engine.tensor_parallel_size, engine.expert_parallel_size
+    tensor, experts = engine_tensor(engine), engine.expert_parallel_size
     if experts > 1 and experts % tensor:
         fix = f"must be 1 or a multiple of tensor_parallel_size={tensor}"
         _fail("expert_parallel_size", experts, fix)
-    parts = engine.num_engines * max(tensor, experts)
+    parts = engine_parts(engine)
     if num_devices % parts:
         larger = "tensor" if tensor >= experts else "expert"
         _fail(
@@ -161,20 +193,26 @@ def _check_in_process(engine: InferenceEngineConfig, num_devices: int) -> None:
 
 def _check_hosts(config: TrainConfig, num_processes: int) -> None:
     """Check that a job can have engines over several of its processes."""
-    engine = config.generator.inference_engine
-    hosts, problem = engine.hosts_per_engine, None
-    if not in_process(config) or engine.backend != "native":
-        problem = "is for jaxrl's own engine in the processes of the run; set it to 1"
-    elif num_processes % hosts:
+    hosts = engine_hosts(config.generator.inference_engine)
+    problem = _only_one_host(config)
+    if problem is None and num_processes % hosts:
         problem = f"does not divide the {num_processes} processes of the job; choose one that does"
-    elif engine.num_engines != 1:
-        problem = f"makes one engine of them, and num_engines={engine.num_engines}; set that to 1"
-    elif not config.trainer.placement.colocate_all:
-        problem = "has the devices of the trainer; set trainer.placement.colocate_all=True, or 1"
-    elif engine.enable_http_endpoint:
-        problem = "samples only while the run does; set enable_http_endpoint=False, or 1"
     if problem:
         _fail("hosts_per_engine", hosts, problem)
+
+
+def _only_one_host(config: TrainConfig) -> str | None:
+    """Return why an engine cannot have the devices of several processes, or None."""
+    engine = config.generator.inference_engine
+    if not in_process(config) or engine.backend != "native":
+        return "is for jaxrl's own engine in the processes of the run; set it to 1"
+    if engine.num_engines != 1:
+        return f"makes one engine of them, and num_engines={engine.num_engines}; set that to 1"
+    if not config.trainer.placement.colocate_all:
+        return "has the devices of the trainer; set trainer.placement.colocate_all=True, or 1"
+    if engine.enable_http_endpoint:
+        return "samples only while the run does; set enable_http_endpoint=False, or 1"
+    return None
 
 
 def _check_workers(config: TrainConfig) -> None:

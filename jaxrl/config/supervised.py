@@ -10,7 +10,7 @@ from jaxrl.config.dataclass_config import BaseConfig, flatten
 from jaxrl.config.formulas import loss_lines, reduction_line
 from jaxrl.config.microbatching import check_rows
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
-from jaxrl.config.platform import ON_CPU
+from jaxrl.config.platform import ENGINE_SIZES, ON_CPU
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.validation import check_fields, check_kernels
 
@@ -64,7 +64,8 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
     unread = {}
     for key, value in flatten(config).items():
         field = _field(key, defaults)
-        if field in ON_CPU:  # the config of an earlier run has what the platform made of it
+        # the config of an earlier run has what the platform made of it, or the default of its time
+        if field in ON_CPU or (field in ENGINE_SIZES and value == 1):
             continue
         if field is not None and value not in (defaults[field], expected.get(key)):
             unread[key] = value, defaults[field]

@@ -2,8 +2,9 @@
 
 Sources. TPUs: the "key specifications" of docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x},
 of v3 Jouppi et al., 2020, https://doi.org/10.1145/3360307; the memory from v4 on is what the
-compiler says a program may use (libtpu 0.0.42, "available HBM"), less than the nominal size. GPUs:
-the maker's data sheets (dense bfloat16 without sparsity, nominal memory).
+compiler says a program may use (libtpu 0.0.42, "available HBM"), less than the nominal size; that
+of a host is of the VM types there (v5e: 192 GB for 4 chips, v5p: 448). GPUs: the maker's data
+sheets (dense bfloat16 without sparsity, nominal memory).
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Chip:
         bandwidth: bytes/s of its memory.
         network: bytes/s that it sends over all its links to its neighbours (ICI, NVLink or PCIe).
         links: to its neighbours in a torus; 2 where a switch gives all of `network` to any two.
+        host: bytes of a host's memory for each of its chips; None = not looked up, or not fixed.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Chip:
     bandwidth: float
     network: float
     links: int = 2
+    host: float | None = None
 
     @property
     def ring(self) -> float:
@@ -43,9 +46,9 @@ class Chip:
 CHIPS = (  # the first whose kind is part of a device's
     Chip("tpu7x", "TPU7x", 94.75 * GIB, 1153.5e12, 3690e9, 300e9, 6),  # one of two cores
     Chip("v6e", "TPU v6", 31.25 * GIB, 918e12, 1638e9, 400e9, 4),
-    Chip("v5e", "TPU v5 lite", 15.75 * GIB, 197e12, 819e9, 200e9, 4),
-    Chip("v5e", "TPU v5e", 15.75 * GIB, 197e12, 819e9, 200e9, 4),
-    Chip("v5p", "TPU v5", 95.74 * GIB, 459e12, 2765e9, 600e9, 6),
+    Chip("v5e", "TPU v5 lite", 15.75 * GIB, 197e12, 819e9, 200e9, 4, 48e9),
+    Chip("v5e", "TPU v5e", 15.75 * GIB, 197e12, 819e9, 200e9, 4, 48e9),
+    Chip("v5p", "TPU v5", 95.74 * GIB, 459e12, 2765e9, 600e9, 6, 112e9),
     Chip("v4", "TPU v4", 30.75 * GIB, 275e12, 1200e9, 300e9, 6),
     Chip("v3", "TPU v3", 16 * GIB, 61.5e12, 450e9, 164e9, 4),  # one of two cores
     Chip("b200", "B200", 180e9, 2250e12, 8000e9, 900e9),

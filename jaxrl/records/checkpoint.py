@@ -29,7 +29,7 @@ from etils import epath
 
 from jaxrl import activity, envs
 from jaxrl.config.model import DECAYING
-from jaxrl.config.platform import ON_CPU
+from jaxrl.config.platform import ENGINE_SIZES, ON_CPU
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.files import FolderError, as_path, missing_packages_named, writable_folder
 from jaxrl.functions import import_call
@@ -657,7 +657,7 @@ def array_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def recorded_settings(trainer: TrainerConfig) -> tuple[dict[str, Any], str]:
-    """Return what the checkpoint that a config points to made of "auto", and its path.
+    """Return what the checkpoint that a config points to chose by itself, and its path.
 
     Raises:
         ValueError: it is in a bucket, and a package for that is missing.
@@ -669,7 +669,8 @@ def recorded_settings(trainer: TrainerConfig) -> tuple[dict[str, Any], str]:
         for path in _checkpoints(trainer):
             try:
                 meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
-                return {name: _value(meta["config"], name) for name in ON_CPU}, str(path)
+                names = *ON_CPU, *ENGINE_SIZES
+                return {name: _value(meta["config"], name) for name in names}, str(path)
             except (OSError, ValueError, LookupError, TypeError, AttributeError):
                 continue  # damaged: restoring will say so, and fall back in the same order
     return {}, ""

@@ -58,7 +58,7 @@ def native_engine(
     }
     arguments |= options | settings.engine_init_kwargs
     parts = meshes_of_engines(settings, model, mesh)
-    if settings.hosts_per_engine > 1 and jax.process_count() > 1:
+    if cfg.engine_hosts(settings) > 1 and jax.process_count() > 1:
         return spanning_engine(model, parts[0], **arguments)
     engines = [NativeEngine(model, part, **arguments) for part in parts]
     return engines[0] if len(engines) == 1 else Balancer(engines)
@@ -73,7 +73,7 @@ def meshes_of_engines(
         ValueError: the sizes do not part the devices, or the experts, of which a model may have
             none.
     """
-    tensor, experts = settings.tensor_parallel_size, settings.expert_parallel_size
+    tensor, experts = cfg.engine_tensor(settings), settings.expert_parallel_size
     parts = engine_meshes(mesh.devices.flat, settings.num_engines, tensor, experts)
     field = f"generator.inference_engine.expert_parallel_size={experts}"
     if experts > 1 and model.experts is None:
@@ -118,7 +118,7 @@ def engine_of_run(
     by_clock = config.generator.max_turns > 1 or settings.enable_http_endpoint
     by_clock |= cfg.overlaps(config)
     repeats = not cfg.runs_free(config)
-    shares = (processes or jax.process_count()) // settings.hosts_per_engine
+    shares = (processes or jax.process_count()) // cfg.engine_hosts(settings)
     replay = config.trainer.policy.router_replay
     if replay != "off" and model.experts is None:
         raise ValueError(

@@ -54,7 +54,7 @@ def jetstream_engine(config: cfg.TrainConfig, model: Any, mesh: Mesh, tokenizer:
     if "engine" in engine_kwargs:
         make = import_function(engine_kwargs.pop("engine"), "JetStream engine")
         return JetStreamDriver(make(**engine_kwargs), **options)
-    tensor = settings.tensor_parallel_size
+    tensor = cfg.engine_tensor(settings)
     meshes = engine_meshes(mesh.devices.flat, settings.num_engines, tensor)
     made = [_our_engine(config, model, part, tokenizer, engine_kwargs) for part in meshes]
     engines = [JetStreamDriver(engine, **options) for engine in made]

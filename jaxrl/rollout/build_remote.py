@@ -191,7 +191,7 @@ def _vllm_servers(config: cfg.TrainConfig) -> list[VllmServer]:
         ),
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "tensor_parallel_size": engine.tensor_parallel_size,
+        "tensor_parallel_size": cfg.engine_tensor(engine),
         "pipeline_parallel_size": engine.pipeline_parallel_size,
         "enable_expert_parallel": engine.expert_parallel_size > 1,
         "enable_prefix_caching": engine.enable_prefix_caching,

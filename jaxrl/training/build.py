@@ -134,7 +134,7 @@ def devices_of(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) ->
     """
     processes = by_process(jax.devices() if devices is None else devices)
     ranges = cfg.device_ranges(config, len(processes[0]))
-    hosts = config.generator.inference_engine.hosts_per_engine
+    hosts = cfg.engine_hosts(config.generator.inference_engine)
     first = jax.process_index() // hosts * hosts
     of_engine = processes[first : first + hosts]
     return RunDevices(

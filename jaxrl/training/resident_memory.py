@@ -1,7 +1,7 @@
 """What stays in the devices' memory between the programs of a step, counted from shapes alone."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,14 @@ class Resident:
         size: bytes on one device; 0 for what waits in the host's memory.
         devices: that hold it.
         kinds: of the phases during which it is there; None = all.
+        waits: bytes of one device's part that are in its host's memory.
     """
 
     name: str
     size: int
     devices: frozenset[Any]
     kinds: frozenset[str] | None = None
+    waits: int = 0
 
 
 def beside_the_engine(
@@ -42,6 +44,7 @@ def beside_the_engine(
     model: TransformerConfig,
     mesh: jax.sharding.Mesh,
     engine: frozenset[Any],
+    devices: Sequence[Any] | None = None,
 ) -> int:
     """Return the bytes that a run in training keeps on a device of its engine while it samples.
 
@@ -50,9 +53,10 @@ def beside_the_engine(
         model: architecture of the policy.
         mesh: of training.
         engine: its devices.
+        devices: of the run; None = those of all its processes.
     """
     policy, forward_pass = assemble_policy(config, model, mesh)
-    reference, _ = assemble_reference(config, policy, forward_pass)
+    reference, _ = assemble_reference(config, policy, forward_pass, devices)
     _, state, updater = assemble_update(config, forward_pass, policy.placement, 1, policy.trained)
     critic = Critic(config, policy.placement, 0, 1) if has_critic(config.trainer) else None
     stay = of_training(policy, reference, updater, state, critic)
@@ -94,7 +98,7 @@ def _all_params(name: str, weights: Weights) -> Resident:
     """Count the parameters of a model that is not trained: a reference, or a base of adapters."""
     size = device_bytes(placed_params(weights.model, weights.placement))
     at = frozenset(weights.placement.mesh.devices.flat)
-    return Resident(name, 0 if weights.settings.fsdp_config.cpu_offload else size, at)
+    return _resident(name, size, at, waits=weights.settings.fsdp_config.cpu_offload)
 
 
 def _of_state(
@@ -102,7 +106,11 @@ def _of_state(
 ) -> Resident:
     offloaded = jax.tree.leaves(updater.offloaded.get(field))
     waits = any(sharding.memory_kind == IN_HOST_MEMORY for sharding in offloaded)
-    return Resident(name, 0 if waits else device_bytes(getattr(state, field)), at)
+    return _resident(name, device_bytes(getattr(state, field)), at, waits=waits)
+
+
+def _resident(name: str, size: int, at: frozenset, *, waits: bool) -> Resident:
+    return Resident(name, 0, at, waits=size) if waits else Resident(name, size, at)
 
 
 def device_bytes(tree: Any, groups: int = 1) -> int:

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from jaxrl.config import TrainConfig, in_process, sends_adapters, validate
-from jaxrl.config.rollouts import server_urls
+from jaxrl.config.rollouts import least_hosts, server_urls
 
 MODEL = {"trainer.policy.model.path": "m"}
 DATA = {"data.train_data": ["d.parquet"]}
@@ -134,6 +134,29 @@ def test_engines_over_two_of_four_processes(engine, message):
     refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with refused:
         validate(config_of(hosts_per_engine=2, **engine), num_devices=8, num_processes=4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "hosts"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"tensor_parallel_size": 8}, 4),  # of two devices each
+        ({"expert_parallel_size": 4}, 2),
+        ({"tensor_parallel_size": 4, "enable_http_endpoint": True}, 1),  # not over several
+        ({"tensor_parallel_size": 3}, 1),  # no number of them is parted by it
+    ],
+)
+def test_the_fewest_processes_whose_devices_the_sizes_part(engine, hosts):
+    assert least_hosts(config_of(**engine), num_devices=2, num_processes=4) == hosts
+
+
+def test_sizes_left_to_memory_are_checked_on_as_many_processes_as_they_need():
+    validate(config_of(tensor_parallel_size=8), num_devices=8, num_processes=4)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 is 3, .* divide 2 devices"):
+        validate(config_of(tensor_parallel_size=3), num_devices=8, num_processes=4)
+    with pytest.raises(ValueError, match=r"hosts_per_engine=0: must be positive, or None"):
+        validate(config_of(hosts_per_engine=0), 8)
 
 
 LORA = {

@@ -65,6 +65,7 @@ CHANGED_DEFAULTS = {  # key: (SkyRL, jaxrl)
     "trainer.logger": ("wandb", "console"),
     "generator.inference_engine.backend": ("vllm", "native"),
     "generator.inference_engine.model_dtype": ("bfloat16", "auto"),
+    "generator.inference_engine.tensor_parallel_size": (1, None),
     "generator.inference_engine.enable_prefix_caching": (True, False),
     "generator.inference_engine.enable_chunked_prefill": (True, False),
 }

@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.advantages import ESTIMATORS
 from jaxrl.config.dataclass_config import Text, flatten, parse_literal
 from jaxrl.config.field_status import SAME_DEFAULT, status_of
+from jaxrl.config.generator import engine_tensor
 from jaxrl.config.overrides import apply_overrides, current_name
 from jaxrl.config.skyrl.names import OFF, SKYRLS_NAMES, EntryPoint, setting_of, unloadable
 from jaxrl.config.train_config import TrainConfig, resolve
@@ -23,6 +24,7 @@ _NOT_WRITTEN = {
     *_OWN_FOLDERS,
     "trainer.strategy",
     f"{_ENGINE}.backend",
+    f"{_ENGINE}.tensor_parallel_size",
     f"{_ENGINE}.enable_prefix_caching",
     f"{_ENGINE}.enable_chunked_prefill",
     # Releases until spring 2026 had 0 and 5 by mistake; later ones have ours.
@@ -282,7 +284,7 @@ def _devices_of(config: TrainConfig) -> int:
         return count
     if not placement.colocate_policy_ref:
         count += placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    sizes = engine.tensor_parallel_size * engine.data_parallel_size
+    sizes = engine_tensor(engine) * engine.data_parallel_size
     return count + engine.num_engines * sizes * engine.run_engines_locally
 
 

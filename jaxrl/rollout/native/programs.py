@@ -108,20 +108,13 @@ def pages_that_fit(
     Raises:
         ValueError: not even those of one row.
     """
-    device, tensor = mesh.devices.flat[0], mesh.shape["tensor"]
+    device = mesh.devices.flat[0]
     size = shape_of(platform or device.platform).page
-    elements = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
-    weights = elements * jnp.dtype(dtype).itemsize / tensor
+    weights = weight_bytes(config, mesh, dtype)
     empty = functools.partial(_empty, config, device, dtype, keep_routes=keep_routes)
-    placement = Placement(mesh, RULES)
     parts = batch_devices(mesh, RULES)
     page = jax.eval_shape(functools.partial(empty, pages=parts, size=size))  # one in each
-    by_device = jax.tree.map(
-        lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
-        page,
-        kv_cache.cache_shardings(page, placement),
-    )
-    page_bytes = sum(jax.tree.leaves(by_device))
+    page_bytes = _on_a_device(page, kv_cache.cache_shardings(page, Placement(mesh, RULES)))
     whole = device_memory(device) if memory is None else memory
     budget = utilization * (whole - resident)
     fitting, row = int((budget - weights) // page_bytes), -(-max_model_len // size)
@@ -134,6 +127,20 @@ def pages_that_fit(
             "optimizer, or shorten prompts or responses"
         )
     return fitting
+
+
+def weight_bytes(config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype) -> int:
+    """Return the bytes of a device that hold its part of the decode weights."""
+    return _on_a_device(*_decode_weights(config, Placement(mesh, RULES), dtype))
+
+
+def _on_a_device(shapes: Any, shardings: Any) -> int:
+    parts = jax.tree.map(
+        lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize,
+        shapes,
+        shardings,
+    )
+    return sum(jax.tree.leaves(parts))
 
 
 def kernel_of(
@@ -674,7 +681,7 @@ def compiled(
     by_row = placement.sharding((parts,), ("batch",))
     # what is fetched is whole where other processes have devices of the engine
     alone_here = hosts_of(placement.mesh) == 1
-    weights = _weight_shardings(config, placement)
+    _, weights = _decode_weights(config, placement, dtype)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
     @functools.cache
@@ -719,12 +726,12 @@ def compiled(
     )
 
 
-def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params:
-    """Return the shardings of the decode layout."""
+def _decode_weights(
+    config: TransformerConfig, placement: Placement, dtype: jnp.dtype
+) -> tuple[Params, Params]:
+    """Return the shapes of the decode layout, and their shardings."""
     shapes = jax.eval_shape(
-        functools.partial(
-            device.decode_params, config, dtype=jnp.float32, shards=shards_of(placement)
-        ),
+        functools.partial(device.decode_params, config, dtype=dtype, shards=shards_of(placement)),
         abstract_params(config),
     )
     axes = logical_axes(config)
@@ -737,4 +744,7 @@ def _weight_shardings(config: TransformerConfig, placement: Placement) -> Params
         for i in numbers:
             layers[i] = {name: layer[name] for name in shapes["layers"][i]}
     decode_axes = {**axes, "layers": tuple(layers), "unembed": head}
-    return jax.tree.map(lambda x, names: placement.sharding(x.shape, names), shapes, decode_axes)
+    shardings = jax.tree.map(
+        lambda x, names: placement.sharding(x.shape, names), shapes, decode_axes
+    )
+    return shapes, shardings

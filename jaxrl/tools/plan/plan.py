@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.platform_defaults import settle
+from jaxrl.models import hf
 from jaxrl.models.kernels import HEAD_LOG_PROBS, OPERATIONS, PAGED_ATTENTION
 from jaxrl.models.kernels.choice import Facts, Operation
 from jaxrl.models.transformer import TransformerConfig
+from jaxrl.parallel.chips import GIB
 from jaxrl.records.checkpoint import recorded_settings
 from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
 from jaxrl.tools.plan.phases import SAMPLING, Cache, Phase, cache_of, phases
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.topology import Machine
+from jaxrl.train import sized
 from jaxrl.training.resident_memory import Resident, device_bytes, of_training
 
 GPUS_OF_A_HOST = 8
+HELD = "weights as sent"  # of `WeightTransfer`, on the first host and on each server's
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Plan:
         config: resolved.
         limits: what a device can do.
         residents: what stays on the devices between the programs.
+        host: bytes of what stays in the memory of the first host, by its name.
         refusal: why its engine cannot be made, if it cannot.
         cache: what the pages of a device hold; None without an engine.
         notes: what the plan leaves out, and what was chosen for fields that were "auto".
@@ -75,6 +80,7 @@ class Plan:
     limits: Limits
     lines: list[Line]
     residents: list[Resident]
+    host: dict[str, float]
     cache: Cache | None
     refusal: str | None
     notes: list[str]
@@ -124,6 +130,11 @@ def make_plan(
     config = cfg.resolve(config)
     config, chosen = settle(config, machine.platform, recorded=recorded_settings(config.trainer))
     cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
+    role = config.trainer.policy
+    assert role.model.path is not None  # validated
+    model = hf.load_config(role.model.path, cfg.model_overrides(config.trainer, role))
+    config, lines = sized(config, lambda: model, machine.devices, machine.memory, machine.platform)
+    chosen = [*chosen, *lines]
     longest = config.generator.sampling_params.max_generate_length
     if mean_response is not None and not 0 < mean_response <= longest:
         raise ValueError(
@@ -134,7 +145,7 @@ def make_plan(
     if machine.stand_in:  # CPU devices have none of a GPU's kernels but those in plain XLA
         head = _kernel_of_gpu(HEAD_LOG_PROBS, config, None)
         config = cfg.apply_overrides(config, {"trainer.kernels": {HEAD_LOG_PROBS.name: head}})
-    run, refusal = Run(config, machine), None
+    run, refusal = Run(config, machine, model), None
     _check_kernels(run, given)
     try:
         engine = run.engine()
@@ -143,6 +154,8 @@ def make_plan(
     refusal = refusal or run.refused_copy()
     found = phases(run, engine, mean_response)
     stay, device, lines = residents(run, found), limits(machine), []
+    of_host = host_residents(run, stay)
+    refusal = refusal or refused_host(machine, of_host)
     for phase in found:
         tell(phase.name)
         memory = memory_of(phase, config)
@@ -159,7 +172,7 @@ def make_plan(
     cache = engine and cache_of(run, engine.programs, mean_response or longest)
     notes = [*_notes(config, machine), *_responses(found, longest, mean_response), *chosen]
     notes += [str(x) for x in run.forward_pass.kernels if x.operation == "expert_exchange"]
-    return Plan(config, machine, device, lines, stay, cache, refusal, notes, mean_response)
+    return Plan(config, machine, device, lines, stay, of_host, cache, refusal, notes, mean_response)
 
 
 def residents(run: Run, found: list[Phase]) -> list[Resident]:
@@ -170,7 +183,7 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
     beside the last.
     """
     kinds = None if cfg.overlaps(run.config) else SAMPLING
-    spans = run.config.generator.inference_engine.hosts_per_engine > 1
+    spans = cfg.engine_hosts(run.config.generator.inference_engine) > 1
     of_weights = SAMPLING | {"load"} if kinds and spans else kinds
     stay = list(of_training(run.policy, run.reference, run.updater, run.state, run.critic))
     for decode in (phase for phase in found if phase.kind == "decode"):
@@ -178,6 +191,26 @@ def residents(run: Run, found: list[Phase]) -> list[Resident]:
         stay.append(Resident("engine weights", weights, decode.part.devices, of_weights))
         stay.append(Resident("KV cache", cache, decode.part.devices, kinds))
     return stay
+
+
+def host_residents(run: Run, stay: list[Resident]) -> dict[str, float]:
+    """Return the bytes of what stays in the memory of the first host, by its name."""
+    hosts, held = run.machine.hosts, run.held_bytes()
+    found = {x.name: x.waits * len(x.devices) / hosts for x in stay if x.waits}
+    return found | ({HELD: float(held)} if held else {})
+
+
+def refused_host(machine: Machine, of_host: dict[str, float]) -> str | None:
+    """Return why what stays there does not fit into the memory of a host, or None."""
+    needed, memory = sum(of_host.values()), machine.host_memory
+    if memory is None or needed <= memory:
+        return None
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in of_host.items())
+    return (
+        f"a host has {memory / GIB:.2f} GiB of memory, and {parts} GiB stay there; leave more on "
+        "the devices (offload_after_step, cpu_offload), send weights whole (weight_delta=False), "
+        "or take more hosts"
+    )
 
 
 def beside(phase: Phase, stay: list[Resident]) -> float:
@@ -231,14 +264,18 @@ def _notes(config: cfg.TrainConfig, machine: Machine) -> list[str]:
     """Return where sampling is done, and what is not counted."""
     settings, hosts, notes = config.generator.inference_engine, machine.hosts, []
     if not cfg.in_process(config):
-        notes.append(f"the engine of backend={settings.backend!r} is elsewhere and not counted")
+        kept = f", nor are the {HELD} that its hosts keep too" if settings.weight_delta else ""
+        notes.append(
+            f"the engine of backend={settings.backend!r} is elsewhere and not counted{kept}"
+        )
     elif settings.backend != "native":
         where = "in this process" if hosts == 1 else "in each process"
         notes.append(f"the engine of backend={settings.backend!r} is {where} and not counted")
     elif hosts > 1:
-        engines = hosts // settings.hosts_per_engine
-        who = "each samples" if engines == hosts else f"{settings.hosts_per_engine} together sample"
-        whose = "its" if engines == hosts else "their"
+        together = cfg.engine_hosts(settings)
+        engines = hosts // together
+        who = "each samples" if together == 1 else f"{together} together sample"
+        whose = "its" if together == 1 else "their"
         notes.append(
             f"{hosts} processes of {len(machine.devices) // hosts} devices: {who} 1/{engines} of "
             f"the prompts, with weights of {whose} own"

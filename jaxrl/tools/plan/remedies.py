@@ -228,7 +228,7 @@ def _engine(plan: Plan) -> Iterator[Knob]:
             shares = [settings.gpu_memory_utilization * part for part in _PARTS]
             fewer = [{f"{_ENGINE}.gpu_memory_utilization": round(x, 3)} for x in shares]
             yield Knob("there are fewer pages, and longer rows wait", fewer, SAMPLING)
-    wider, tensor = [], settings.tensor_parallel_size
+    wider, tensor = [], cfg.engine_tensor(settings)
     of_host = len(plan.machine.devices) // plan.machine.hosts
     while of_host % (2 * tensor * settings.num_engines) == 0:
         tensor *= 2

@@ -39,6 +39,10 @@ def text(plan: Plan) -> str:
         where = "" if resident.size else "  in host memory"
         when = "" if resident.kinds is None else "  while sampling"
         lines.append(f"  {resident.name:<18} {size(resident.size):>11}{where}{when}")
+    if plan.host:
+        known = machine.host_memory
+        lines += [f"stays in a host's memory{f', of {size(known)}' if known else ''}"]
+        lines += [f"  {name:<18} {size(number):>11}" for name, number in plan.host.items()]
     lines += _cache_lines(plan) + _collective_lines(plan) + [f"note: {x}" for x in plan.notes]
     left = machine.memory - peak.peak
     lines += ["", f"peak {size(peak.peak)}, in {peak.phase.name}, {size(left)} left"]
@@ -117,14 +121,15 @@ def remedies_text(remedies: Sequence[Remedy]) -> str:
 
 def as_json(plan: Plan, remedies: Sequence[Remedy]) -> dict[str, Any]:
     """Return all figures: bytes, FLOPs and seconds of one device."""
+    machine = plan.machine
     return {
         "remedies": [
             {"changes": remedy.changes, "peak": remedy.plan.peak.peak} for remedy in remedies
         ],
-        "machine": plan.machine.name,
-        "devices": len(plan.machine.devices),
-        "hosts": plan.machine.hosts,
-        "memory": plan.machine.memory,
+        "machine": machine.name,
+        "devices": len(machine.devices),
+        "hosts": machine.hosts,
+        "memory": machine.memory,
         "mesh": _sizes(plan),
         "fits": plan.fits,
         "refusal": plan.refusal,
@@ -133,6 +138,8 @@ def as_json(plan: Plan, remedies: Sequence[Remedy]) -> dict[str, Any]:
         "left_for_cache": plan.left_for_cache,
         "cache": plan.cache and plan.cache._asdict(),
         "residents": {resident.name: resident.size for resident in plan.residents},
+        "host": plan.host,
+        "host_memory": machine.host_memory,
         "phases": [_phase_json(line) for line in plan.lines],
         "notes": plan.notes,
     }

@@ -30,13 +30,14 @@ from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.native.balancer import Balancer
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request
-from jaxrl.rollout.weights.groups import NOT_CAST
+from jaxrl.rollout.weights.groups import NOT_CAST, named, whole_pieces
 from jaxrl.tools.plan.topology import Machine
 from jaxrl.train import meshes
 from jaxrl.training.build import (
     assemble_policy,
     assemble_reference,
     assemble_update,
+    sampler_dtype,
 )
 from jaxrl.training.critic import Critic, without_policy
 from jaxrl.training.forward_pass import ForwardPass
@@ -76,7 +77,7 @@ class Run:
         self.model = model
         self.mesh, self.engine_mesh = meshes(config, machine.devices)
         self.engine_devices = frozenset(self.engine_mesh.devices.flat)
-        hosts = config.generator.inference_engine.hosts_per_engine
+        hosts = cfg.engine_hosts(config.generator.inference_engine)
         self.engines = machine.hosts // hosts
         if machine.first_hosts is not None:
             alone = machine.first_hosts(hosts)
@@ -150,13 +151,14 @@ class Run:
     def refused_copy(self) -> str | None:
         """Return why a host cannot make the copy of the weights that goes to servers, or None.
 
-        Every process of a job makes one, whole, in the dtype of the parameters.
+        Every process of a job makes one, whole, in the dtype in which it goes to them; adapters are
+        merged later, in that of the parameters.
         """
         machine = self.machine
         if machine.hosts == 1 or cfg.in_process(self.config) or cfg.by_transfer(self.config):
             return None
-        shapes, chips = jax.eval_shape(merge, self.params), len(machine.devices) // machine.hosts
-        copy = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) / chips
+        dtype, chips = sampler_dtype(self.config), len(machine.devices) // machine.hosts
+        copy = self._copy_bytes(None if self.policy.lora else dtype) / chips
         params = device_bytes(self.params)
         if copy + params <= machine.memory:
             return None
@@ -165,6 +167,21 @@ class Run:
             f"GiB on each of its {chips} devices, beside {params / GIB:.2f} GiB of parameters, do "
             f"not fit into {machine.memory / GIB:.2f} GiB; take hosts with more devices or memory"
         )
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the weights that hosts keep, to send or receive what changes in them.
+
+        These are the host of the first process, and that of each server: see `WeightTransfer`.
+        """
+        settings = self.config.generator.inference_engine
+        if cfg.in_process(self.config) or not settings.weight_delta:
+            return 0
+        return self._copy_bytes(DTYPES[cfg.engine_dtype(settings)])
+
+    def _copy_bytes(self, dtype: Any) -> int:
+        """Return the bytes of all weights, adapters merged; None = each array in its own dtype."""
+        pieces = whole_pieces(named(jax.eval_shape(merge, self.params)), dtype)
+        return sum(piece.nbytes for piece in pieces)
 
     def gathered_bytes(self) -> float:
         """Return the bytes that a device sends for the copies of several hosts.
@@ -176,7 +193,7 @@ class Run:
             return 0.0
         leaves, devices = jax.tree.leaves(self.engine_params()), len(self.machine.devices)
         copy = sum(x.size * x.dtype.itemsize for x in leaves)
-        if self.config.generator.inference_engine.hosts_per_engine > 1:
+        if cfg.engine_hosts(self.config.generator.inference_engine) > 1:
             # a part of what is a device's own, and then those that the other engines have of it
             return copy / devices + copy / self.engine_mesh.size * (self.engines - 1) / self.engines
         return copy * (devices - 1) / devices

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import psutil
 from jax.experimental import topologies
 
 from jaxrl.parallel import by_process
@@ -39,6 +40,7 @@ class Machine:
         stand_in: these are CPU devices in the place of others.
         first_hosts: of several TPU hosts, number -> the devices of as many by themselves: the
             compiler wants those of a whole topology.
+        host_memory: bytes of a host's; None = not known, or what the devices share.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Machine:
     chip: Chip | None
     stand_in: bool = False
     first_hosts: Callable[[int], list[Any]] | None = None
+    host_memory: float | None = None
 
     @property
     def platform(self) -> str:
@@ -84,7 +87,9 @@ def machine(
         devices = jax.devices()
         chip = chip_of(devices[0])
         name = f"{len(devices)} x {devices[0].device_kind}"
-        return Machine(name, devices, memory or device_memory(devices[0]), chip)
+        own = None if devices[0].platform == "cpu" else float(psutil.virtual_memory().total)
+        of_each = memory or device_memory(devices[0])
+        return Machine(name, devices, of_each, chip, host_memory=own)
     topology = of_accelerator_type(topology) or topology
     kind, _, size = topology.partition(":")
     chip = chip_named(kind)
@@ -102,6 +107,9 @@ def machine(
         chip,
         stand_in=not of_tpu,
     )
+    if chip.host is not None:
+        each = len(found.devices) // found.hosts
+        found = replace(found, host_memory=chip.host * each)
     if found.hosts == 1:
         return found
     return replace(found, first_hosts=functools.partial(_first_hosts, found, kind))

@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl import plan
 from jaxrl.tools.plan import costs, phases, report, topology
+from jaxrl.tools.plan.plan import host_residents, refused_host
+from jaxrl.training.resident_memory import Resident
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.py'}"
@@ -301,7 +304,11 @@ def test_a_slice_that_is_not_here(capsys, planned):
             "trainer.policy.mesh={'fsdp': 16}: the sizes must multiply to 8",
         ),
         (
-            ["--topology=v5e:4x4", "--config.generator.inference_engine.tensor_parallel_size=8"],
+            [
+                "--topology=v5e:4x4",
+                "--config.generator.inference_engine.hosts_per_engine=1",
+                "--config.generator.inference_engine.tensor_parallel_size=8",
+            ],
             "tensor_parallel_size=8 is 8, which does not divide 4 devices",  # those of a host
         ),
     ],
@@ -351,7 +358,10 @@ def test_engines_of_two_hosts_hold_half_and_compile(capsys, planned):
     assert load["beside"] == stay["engine weights"] + stay["parameters"] + stay["optimizer"]
     # each engine has all weights, in bfloat16 but for the final norm of 64: a sixteenth goes to
     # each device, then the half that the other engine has of the eighth that is its own
-    _, _, report = planned(capsys, "--estimate", "--topology=v5e:4x4", *MESH[1:], *spanning)
+    # left out, as many hosts as the eight chips need are taken
+    flags = "--estimate", "--topology=v5e:4x4", *MESH[1:], spanning[0]
+    _, printed, report = planned(capsys, *flags)
+    assert "note: hosts_per_engine=2: by memory, beside" in printed
     copy = 2 * PARAMETERS + 2 * 64
     assert phases_of(report)["load weights"]["sent"] == pytest.approx(copy / 16 + copy / 8 / 2)
 
@@ -396,6 +406,37 @@ def test_weights_and_moments_in_host_memory_leave_the_device(capsys, planned):
     assert report["residents"]["optimizer"] == 0
     assert "in host memory" in printed
     assert phases_of(report)["apply"]["beside"] == 0
+    # the one host has the two moments of all its eight devices, whose data axis repeats nothing
+    assert report["host"] == {"optimizer": pytest.approx(2 * 4 * PARAMETERS, rel=0.1)}
+    assert "stays in a host's memory\n  optimizer " in printed  # which a CPU shares
+
+
+def test_a_copy_of_the_weights_stays_on_the_host_that_sends_what_changes_in_them(capsys, planned):
+    engine = "--config.generator.inference_engine"
+    servers = f"{engine}.run_engines_locally=False", f"{engine}.remote_urls=['http://a:1']"
+    transfer = *servers, f"{engine}.weight_transport=transfer"
+    _, _, report = planned(capsys, "--estimate", *transfer)
+    assert report["host"] == {}
+    delta = f"{engine}.weight_delta=True", f"{engine}.model_dtype=bfloat16"
+    _, printed, report = planned(capsys, "--estimate", *transfer, *delta)
+    # two bytes each; the final norm of 64 travels in float32
+    assert report["host"] == {"weights as sent": 2 * PARAMETERS + 2 * 64}
+    assert "not counted, nor are the weights as sent that its hosts keep too" in printed
+
+
+def test_what_does_not_fit_into_a_host_is_refused():
+    """24 GiB of two kinds on each of 2 x 4 devices of two hosts: 192 GiB a host."""
+    stay = [
+        Resident(name, 0, frozenset(range(8)), waits=24 * GIB)
+        for name in ("parameters", "optimizer")
+    ]
+    run = SimpleNamespace(machine=SimpleNamespace(hosts=2, host_memory=192e9), held_bytes=lambda: 0)
+    of_host = host_residents(run, stay)
+    assert of_host == {"parameters": 96 * GIB, "optimizer": 96 * GIB}
+    refusal = refused_host(run.machine, of_host)  # 192e9 bytes are 178.8 GiB
+    assert refusal.startswith("a host has 178.81 GiB of memory, and parameters 96.00, optimizer 96")
+    run.machine.host_memory = 192 * GIB
+    assert refused_host(run.machine, of_host) is None
 
 
 @pytest.mark.parametrize(("state_dtype", "of_float32"), [("bfloat16", 1 / 2), ("int8", 1 / 4)])
