@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.models.rope import RopeScaling
+from jaxrl.models.rope import QueryGrowth, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Describe the architecture of a Llama-, Qwen-, Mistral- or Gemma-shaped decoder.
+    """Describe the architecture of a decoder: that of Llama, and what other families change.
 
     Example: `TransformerConfig(vocab_size=32, hidden_size=64, intermediate_size=128, num_layers=2,
     num_heads=4, num_kv_heads=2, head_dim=16)` is the 100k-parameter model of the quickstart.
@@ -72,6 +72,27 @@ class TransformerConfig:
     final_softcap: float | None = None  # the same for logits
     value_head: str | None = None  # a critic: name of its head, which has the vocabulary's place
     experts: Experts | None = None
+    pre_norms: bool = True  # False, OLMo 2: only those after attention and after the MLP
+    layer_norm: bool = False  # Nemotron: LayerNorm with a bias in place of RMSNorm
+    gated_mlp: bool = True  # False, Nemotron: down(activation(up x))
+    rotary_dim: int | None = None  # of a head's dims, the first so many turn; None = all
+    rope_pairs: bool = False  # GLM-4: neighbouring dims turn together, not i and i + h / 2
+    rope_layers: tuple[bool, ...] = ()  # SmolLM3: whether a layer's heads turn; empty: all do
+    query_growth: QueryGrowth | None = None  # Ministral 3
+    attention_scale: float | None = None  # Granite: of the scores, in place of 1 / sqrt(h)
+    embedding_multiplier: float = 1.0  # Granite
+    residual_multiplier: float = 1.0  # Granite: of what attention and MLP add
+    logits_scaling: float = 1.0  # Granite: logits are divided by it
+    names: str = "llama"  # of the tensors in a checkpoint, a key of `NAMES`
+
+
+# Fields that checkpoints from before they existed do not have; `describe` leaves them out where
+# they say nothing.
+LATER_FIELDS = (
+    *("experts", "pre_norms", "layer_norm", "gated_mlp", "rotary_dim", "rope_pairs"),
+    *("rope_layers", "query_growth", "attention_scale", "embedding_multiplier"),
+    *("residual_multiplier", "logits_scaling", "names"),
+)
 
 
 DENSE, EXPERTS = KINDS = ("dense", "experts")  # of layers
@@ -90,6 +111,26 @@ class LayerRun(NamedTuple):
     kind: str
     in_stack: slice
     in_model: slice
+
+
+class LayerFlags(NamedTuple):
+    """Hold what distinguishes layers of one kind, each a bool or [L] bool.
+
+    Attributes:
+        slides: it sees `sliding_window` tokens.
+        turns: its queries and keys have rotary positions.
+    """
+
+    slides: Any
+    turns: Any
+
+
+def layer_flags(config: TransformerConfig) -> LayerFlags:
+    """Return the flags of all layers, [L] bool each."""
+    no, yes = (False,) * config.num_layers, (True,) * config.num_layers
+    return LayerFlags(
+        np.asarray(config.sliding_layers or no), np.asarray(config.rope_layers or yes)
+    )
 
 
 def layer_stacks(config: TransformerConfig) -> tuple[Stack, ...]:
@@ -114,7 +155,7 @@ def layer_params(config: TransformerConfig, tokens: float = 1.0) -> float:
     """
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    mlp = {DENSE: 3 * c.hidden_size * c.intermediate_size}
+    mlp = {DENSE: (2 + c.gated_mlp) * c.hidden_size * c.intermediate_size}
     if (e := c.experts) is not None:
         used = e.count * (1 - (1 - e.per_token / e.count) ** tokens)
         widths = used * e.width + (e.shared_width or 0)

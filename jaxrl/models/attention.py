@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models.architecture import TransformerConfig
+from jaxrl.models.architecture import LayerFlags, TransformerConfig
 from jaxrl.models.linear import einsum_float32
 from jaxrl.models.rope import rotary
 
@@ -31,32 +31,49 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Mask], jax.Array]
 
 
 class View(NamedTuple):
-    """Hold what a layer knows of positions: mask; cos, sin [B, T, 1, h / 2]."""
+    """Hold what a layer knows of positions: mask; cos, sin [B, T, 1, h / 2].
+
+    `growth` [B, T, 1, 1] is the factor of queries, of a model that has `query_growth`.
+    """
 
     mask: Mask
     cos: jax.Array
     sin: jax.Array
+    growth: jax.Array | None = None
 
 
 def layer_views(
     config: TransformerConfig, mask: Mask, positions: jax.Array, key_positions: jax.Array
-) -> Callable[[jax.Array | bool], View]:
-    """Return a function from whether a layer slides to its view; both are computed once, here.
+) -> Callable[[LayerFlags], View]:
+    """Return a function from the flags of a layer to its view; what it needs is computed once.
 
     mask [B, T, S] bool, or segments; positions [B, T] and key_positions [B or 1, S] int.
     """
-    c = config
-    full = View(mask, *rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling))
+    c, turned = config, config.rotary_dim or config.head_dim
+    growth = None if c.query_growth is None else c.query_growth.factor(positions)
+    full = View(mask, *rotary(positions, turned, c.rope_theta, c.rope_scaling), growth)
+
+    def turn(view: View, turns: jax.Array | bool) -> View:
+        if not c.rope_layers:
+            return view
+        cos, sin = jnp.where(turns, view.cos, 1), jnp.where(turns, view.sin, 0)
+        return view._replace(cos=cos, sin=sin)
+
     if c.sliding_window is None:
-        return lambda sliding: full
+        return lambda flags: turn(full, flags.turns)
     if isinstance(mask, Segments):
         near: Mask = mask._replace(sliding=True)
     else:
         near = mask & (positions[:, :, None] - key_positions[:, None, :] < c.sliding_window)
     local = full._replace(mask=near)
     if c.local_rope_theta is not None:
-        local = View(near, *rotary(positions, c.head_dim, c.local_rope_theta, None))
-    return lambda sliding: jax.tree.map(functools.partial(jnp.where, sliding), local, full)
+        local = View(near, *rotary(positions, turned, c.local_rope_theta, None), growth)
+
+    def view(flags: LayerFlags) -> View:
+        of_layer = jax.tree.map(functools.partial(jnp.where, flags.slides), local, full)
+        return turn(of_layer, flags.turns)
+
+    return view
 
 
 def causal_mask(segment_ids: jax.Array) -> jax.Array:
@@ -80,6 +97,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 def scale(config: TransformerConfig) -> float:
     """Return the factor of the attention scores."""
+    if config.attention_scale is not None:
+        return config.attention_scale
     return (config.query_pre_attn_scalar or config.head_dim) ** -0.5
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl.models.architecture import Experts
-from jaxrl.models.rope import RopeScaling, parse_scaling
+from jaxrl.models.rope import QueryGrowth, RopeScaling, parse_scaling
 from jaxrl.models.transformer import ACTIVATIONS, TransformerConfig
 
 SIZES = {  # ours -> Hugging Face; a config.json must have those without a default
@@ -47,7 +47,9 @@ class Family(NamedTuple):
     every field that the family reads. `features` hold for all its models. `slides(config, i)` is
     whether layer i slides where config.json has no layer_types; None: the family has no windows.
     `experts` are the fields of `Experts` in config.json, ours -> theirs; `expert_features` hold for
-    all models.
+    all models. `plain` are fields of this family alone, ours -> theirs, with the same values.
+    `turns(config, i, slides)` is whether layer i, which slides or not, has rotary positions; None:
+    all have.
     """
 
     architecture: str
@@ -56,6 +58,8 @@ class Family(NamedTuple):
     slides: Callable[[Mapping[str, Any], int], bool] | None = None
     experts: dict[str, str] | None = None
     expert_features: Mapping[str, Any] = {}
+    plain: Mapping[str, str] = {}
+    turns: Callable[[Mapping[str, Any], int, bool], bool] | None = None
 
 
 DEFAULTS: dict[str, Any] = {
@@ -144,6 +148,104 @@ _OLMOE = {
 }
 
 
+_POST_ONLY = {"post_norms": True, "pre_norms": False}
+_NO_BIAS = {"attention_bias": False, "attention_output_bias": False}
+_OLMO3 = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "rope_theta": 500_000.0,
+    "rope_local_base_freq": 500_000.0,
+}
+_SMOLLM3 = {
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "rope_theta": 2_000_000.0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
+_GRANITE = {  # ours -> theirs
+    "attention_scale": "attention_multiplier",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_scaling": "logits_scaling",
+}
+_PHI3 = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+_GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+_MINISTRAL3 = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "llama_4_scaling_beta": None,  # its place is in rope_parameters
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_EXAONE4 = {
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+_NEMOTRON = {
+    "hidden_act": "relu2",
+    "norm_eps": 1e-5,
+    "initializer_range": 0.0134,
+    "partial_rotary_factor": 0.5,
+}
+_SEED_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "attention_out_bias": False,
+}
+_HELIUM = {
+    "num_key_value_heads": 20,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-8,
+    "rope_theta": 100_000.0,
+}
+
+
+def _has_window(c: Mapping[str, Any], layer: int) -> bool:
+    return c["sliding_window"] is not None
+
+
+def _smollm3_turns(c: Mapping[str, Any], layer: int, slides: bool = False) -> bool:
+    given = c["no_rope_layers"]  # 1 where a layer has rotary positions
+    return bool(given[layer]) if given else (layer + 1) % c["no_rope_layer_interval"] != 0
+
+
+def _exaone4_slides(c: Mapping[str, Any], layer: int) -> bool:
+    pattern, last = c["sliding_window_pattern"], c["num_hidden_layers"] - 1
+    if c["sliding_window"] is None or not pattern:
+        return False
+    if isinstance(pattern, str):  # such as "LLLG"
+        return pattern[layer % len(pattern)] == "L" and layer != last
+    return (layer + 1) % pattern != 0
+
+
 def _qwen_slides(c: Mapping[str, Any], layer: int) -> bool:
     return c["use_sliding_window"] and c["sliding_window"] and layer >= c["max_window_layers"]
 
@@ -160,8 +262,8 @@ FAMILIES = {
     "mistral": Family(
         "MistralForCausalLM",
         {"num_key_value_heads": 8, "sliding_window": 4096},
-        {"attention_bias": False, "attention_output_bias": False},
-        lambda c, _: c["sliding_window"] is not None,
+        _NO_BIAS,
+        _has_window,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -193,8 +295,8 @@ FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM",
         _MIXTRAL,
-        {"attention_bias": False, "attention_output_bias": False},
-        lambda c, _: c["sliding_window"] is not None,
+        _NO_BIAS,
+        _has_window,
         {"count": "num_experts", "per_token": "num_experts_per_tok", "width": "intermediate_size"},
         {"normalise": True, "names": "mixtral"},
     ),
@@ -205,8 +307,79 @@ FAMILIES = {
         None,
         _EXPERTS | {"width": "intermediate_size"},
     ),
+    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, {"qk_norm": "whole", **_POST_ONLY}),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _OLMO3,
+        {"qk_norm": "whole", **_POST_ONLY},
+        lambda _, layer: (layer + 1) % 4 != 0,
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        _NO_BIAS,
+        _has_window,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _SMOLLM3,
+        {},
+        lambda c, i: c["use_sliding_window"] and _has_window(c, i) and not _smollm3_turns(c, i),
+        turns=_smollm3_turns,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM", dict.fromkeys(_GRANITE.values(), 1.0), {}, plain=_GRANITE
+    ),
+    "phi3": Family("Phi3ForCausalLM", _PHI3, {"names": "phi3", **_NO_BIAS}, _has_window),
+    "glm": Family(
+        "GlmForCausalLM",
+        _GLM,
+        {"names": "glm", "rope_pairs": True, "attention_output_bias": False},
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        _GLM,
+        {
+            "names": "glm4",
+            "rope_pairs": True,
+            "attention_output_bias": False,
+            "post_norms": True,
+        },
+    ),
+    "ministral3": Family("Ministral3ForCausalLM", _MINISTRAL3, _NO_BIAS, _has_window),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        _EXAONE4,
+        {"qk_norm": True, **_POST_ONLY, **_NO_BIAS},
+        _exaone4_slides,
+        turns=lambda c, _, slides: c["sliding_window"] is None or slides,
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        _NEMOTRON,
+        {"layer_norm": True, "unit_offset_norm": True, "gated_mlp": False},
+        plain={"rms_norm_eps": "norm_eps"},
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        {"gated_mlp": False},
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        _SEED_OSS,
+        {},
+        plain={"attention_output_bias": "attention_out_bias"},
+    ),
+    "helium": Family(
+        "HeliumForCausalLM", _HELIUM, {"rope_pairs": True, "attention_output_bias": False}
+    ),
 }
-ONE_KIND = ("mistral", "mixtral", "qwen3_moe")  # all layers slide or none, whatever layer_types say
+# all layers slide or none, whatever layer_types say
+ONE_KIND = ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3")
+OWN_WINDOW = (*ONE_KIND, "exaone4", "smollm3")  # where sliding_window null means something
+# Models of text and pictures, whose text part is read -> its model type if config.json has none.
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 # transformers wants hidden_size % heads == 0
 WHOLE_HEADS = ("llama", "gemma2", "gemma3_text", "qwen2_moe", "olmoe")
 
@@ -220,7 +393,7 @@ def config_from_hf(
     be in the form of transformers 5 (`rope_parameters`) or 4 (`rope_scaling`, `rope_theta`).
 
     Args:
-        hf_config: of a text model, or of a multimodal Gemma 3, whose text part is read.
+        hf_config: of a text model, or of one of `MULTIMODAL`, whose text part is read.
         overrides: entries of config.json that replace its own; `rope_scaling` and `rope_theta` win
             over whatever form the file has.
 
@@ -232,8 +405,8 @@ def config_from_hf(
         {ALIASES.get(name, name): x for name, x in (given or {}).items()}
         for given in (hf_config, overrides)
     )
-    if hf_config.get("model_type") == "gemma3":
-        hf_config = {**hf_config.get("text_config", {}), "model_type": "gemma3_text"}
+    if (outer := hf_config.get("model_type")) in MULTIMODAL:
+        hf_config = {"model_type": MULTIMODAL[outer], **(hf_config.get("text_config") or {})}
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise _unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
@@ -283,29 +456,34 @@ def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
     heads, kv_heads, head_dim = (
         values[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    plain = PLAIN | {k: v for k, v in GEMMA_PLAIN.items() if v in family.defaults}
+    width = values["hidden_size"] // heads if head_dim is None else head_dim
+    windows = _sliding(model_type, values)
+    slides = windows["sliding_layers"] or (False,) * values["num_hidden_layers"]
+    turns = tuple(family.turns is None or family.turns(values, i, x) for i, x in enumerate(slides))
     fields = {
-        **{ours: values[theirs] for ours, theirs in (SIZES | plain).items()},
         "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": values["hidden_size"] // heads if head_dim is None else head_dim,
+        "head_dim": width,
         "activation": values[_activation_field(family)],
         "attention_bias": values[_bias_field(family)],
         "attention_output_bias": values["attention_bias"],
         "experts": _experts(family, values),
-        **_sliding(model_type, values),
+        "rope_layers": () if all(turns) else turns,
+        **{ours: values[theirs] for ours, theirs in (SIZES | _plain(family)).items()},
+        **windows,
         **family.features,
     }
-    return TransformerConfig(**fields, **_rope(values, bool(fields["sliding_layers"])))
+    return TransformerConfig(**fields, **_rope(family, values, width, any(slides)))
 
 
 def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
     """Return the family's config.json as far as it can say what the architecture is."""
     c, family = config, FAMILIES[model_type]
-    plain = PLAIN | {k: v for k, v in GEMMA_PLAIN.items() if v in family.defaults}
+    no_rope = {"no_rope_layers": [int(x) for x in c.rope_layers or (True,) * c.num_layers]}
     return {
         "model_type": model_type,
         "architectures": [family.architecture],
-        **{theirs: getattr(c, ours) for ours, theirs in (SIZES | plain).items()},
+        **{theirs: getattr(c, ours) for ours, theirs in (SIZES | _plain(family)).items()},
+        **(no_rope if "no_rope_layers" in family.defaults else {}),
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
         _activation_field(family): c.activation,
@@ -318,6 +496,11 @@ def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
         "pad_token_id": None,
         "dtype": "float32",
     }
+
+
+def _plain(family: Family) -> dict[str, str]:
+    gemma = {ours: theirs for ours, theirs in GEMMA_PLAIN.items() if theirs in family.defaults}
+    return {**PLAIN, **gemma, **family.plain}
 
 
 def _activation_field(family: Family) -> str:
@@ -388,8 +571,9 @@ def _written_windows(model_type: str, config: TransformerConfig) -> dict[str, An
         named = {k: x for k, x in used.items() if k in family.defaults}
         return named | {"sliding_window": config.sliding_window}
     flags = config.sliding_layers or (False,) * config.num_layers
+    absent = None if model_type in OWN_WINDOW else family.defaults["sliding_window"]
     windows: dict[str, Any] = {
-        "sliding_window": config.sliding_window or family.defaults["sliding_window"],
+        "sliding_window": config.sliding_window or absent,
         "layer_types": [SLIDING if flag else FULL for flag in flags],
     }
     if "use_sliding_window" in family.defaults:  # transformers 4 reads these
@@ -398,15 +582,16 @@ def _written_windows(model_type: str, config: TransformerConfig) -> dict[str, An
     return windows
 
 
-def _rope(values: Mapping[str, Any], slides: bool) -> dict[str, Any]:
-    """Return rope_theta, rope_scaling and local_rope_theta, from either version's fields."""
+def _rope(family: Family, values: Mapping[str, Any], head_dim: int, slides: bool) -> dict[str, Any]:
+    """Return the architecture's fields of rotary positions, from either version's fields."""
     limit, theta = values["max_position_embeddings"], values["rope_theta"]
     parameters, scaling = values["rope_parameters"] or {}, values["rope_scaling"] or {}
-    if "rope_local_base_freq" not in values:
-        rope, where = scaling or parameters, "rope_scaling" if scaling else "rope_parameters"
+    if "rope_local_base_freq" not in family.defaults:
+        rope, where = dict(scaling or parameters), "rope_scaling" if scaling else "rope_parameters"
         theta = rope.get("rope_theta", theta if theta is not None else DEFAULTS["rope_theta"])
+        fields = _apart_from_rope(family, values, rope, head_dim)
         parsed = parse_scaling(rope, f"config.json: {where}", limit)
-        return {"rope_theta": float(theta), "rope_scaling": parsed}
+        return {"rope_theta": float(theta), "rope_scaling": parsed, **fields}
     if parameters and not {FULL, SLIDING} & set(parameters):
         raise _unsupported("rope_parameters", parameters, f"one entry each for {FULL}, {SLIDING}")
     rope = {**(parameters.get(FULL) or {}), **scaling}
@@ -421,6 +606,35 @@ def _rope(values: Mapping[str, Any], slides: bool) -> dict[str, Any]:
     }
 
 
+def _apart_from_rope(
+    family: Family, values: Mapping[str, Any], rope: dict[str, Any], head_dim: int
+) -> dict[str, Any]:
+    """Take out of `rope` what only some families have there; return our fields of it."""
+    fields: dict[str, Any] = {}
+    if "partial_rotary_factor" in family.defaults:
+        share = rope.pop("partial_rotary_factor", values["partial_rotary_factor"])
+        turned = int(head_dim * share)
+        fields["rotary_dim"] = None if turned == head_dim else turned
+    if "original_max_position_embeddings" in family.defaults:  # Phi-3, which had other names first
+        if rope.get("rope_type", rope.get("type")) in ("su", "yarn", "longrope"):
+            original = values["original_max_position_embeddings"]
+            original = rope.setdefault("original_max_position_embeddings", original)
+            if values["max_position_embeddings"] is not None:
+                rope.setdefault("factor", values["max_position_embeddings"] / original)
+            rope["rope_type"] = "longrope"
+        else:
+            rope.pop("original_max_position_embeddings", None)
+    if "llama_4_scaling_beta" in family.defaults:
+        beta = rope.pop("llama_4_scaling_beta", None)
+        rope.pop("max_position_embeddings", None)
+        length = rope.get("original_max_position_embeddings")
+        if beta is None or length is None:
+            needed = "llama_4_scaling_beta and original_max_position_embeddings"
+            raise _unsupported("rope_parameters", rope, f"a dict with {needed}")
+        fields["query_growth"] = QueryGrowth(beta, length)
+    return fields
+
+
 def _written_rope(family: Family, config: TransformerConfig) -> dict[str, Any]:
     """Return both forms: rope_parameters for transformers 5, the others for 4."""
     scaling = config.rope_scaling.to_hf() if config.rope_scaling else None
@@ -431,6 +645,17 @@ def _written_rope(family: Family, config: TransformerConfig) -> dict[str, Any]:
         local = {"rope_type": "default", "rope_theta": theta}
         written["rope_parameters"] = {FULL: full, SLIDING: local}
         written["rope_local_base_freq"] = theta
+    if "partial_rotary_factor" in family.defaults:
+        share = (config.rotary_dim or config.head_dim) / config.head_dim
+        written["partial_rotary_factor"] = full["partial_rotary_factor"] = share
+    if "original_max_position_embeddings" in family.defaults and scaling:
+        written["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    if "llama_4_scaling_beta" in family.defaults and config.query_growth is not None:
+        full |= {
+            "llama_4_scaling_beta": config.query_growth.beta,
+            "original_max_position_embeddings": config.query_growth.length,
+        }
+        written["rope_scaling"] = full
     return written
 
 
@@ -463,7 +688,8 @@ def _check_overrides(
 
 def _check_supported(model_type: str, values: Mapping[str, Any]) -> None:
     """Reject whatever would silently give other logits than transformers'."""
-    needed = [*SIZES.values(), *(n for n in ("query_pre_attn_scalar",) if n in values)]
+    plain = FAMILIES[model_type].plain.values()
+    needed = [*SIZES.values(), *plain, *(n for n in ("query_pre_attn_scalar",) if n in values)]
     missing = [name for name in needed if values.get(name) is None]
     if missing:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(missing)}")
@@ -476,6 +702,10 @@ def _check_supported(model_type: str, values: Mapping[str, Any]) -> None:
     if model_type == "gemma3_text" and values["attn_logit_softcapping"] is not None:
         # transformers has the field and does not use it.
         raise _unsupported("attn_logit_softcapping", values["attn_logit_softcapping"], "null")
+    heads = values["head_dim"], values["num_attention_heads"]
+    if model_type == "helium" and heads[0] * heads[1] != values["hidden_size"]:
+        found = f"{heads[0]} with num_attention_heads={heads[1]}"
+        raise _unsupported("head_dim", found, "hidden_size / num_attention_heads, as in Helium")
     if model_type in WHOLE_HEADS and values["hidden_size"] % values["num_attention_heads"]:
         sizes = f"{values['hidden_size']} with num_attention_heads={values['num_attention_heads']}"
         raise _unsupported("hidden_size", sizes, f"a multiple, as {model_type} in transformers has")

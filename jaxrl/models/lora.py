@@ -95,7 +95,8 @@ def matrices(config: TransformerConfig) -> dict[str, list[str]]:
     """Return the full names of each leaf's matrices in the order of its stack, by leaf.
 
     {"wq": ["model.layers.0.self_attn.q_proj", ...], ...}; tied embeddings are left out: an adapter
-    in the table would change the head as well. So is a critic's head.
+    in the table would change the head as well. So is a critic's head. Leaves that lie in one tensor
+    have its name: "qkv_proj" of a Phi-3 means an adapter each of wq, wk and wv.
     """
     return {
         name: [part.removesuffix(".weight") for part in tensor_names(weight)]
@@ -126,7 +127,8 @@ def select_modules(
     names = [name for leaf in matrices(config).values() for name in leaf]
     chosen = _matching(config, names, "target_modules", target_modules)
     excluded = _matching(config, names, "exclude_modules", exclude_modules or [])
-    left = tuple(name for name in names if name in chosen - excluded)
+    # a name comes more than once where several leaves lie in one tensor
+    left = tuple(dict.fromkeys(name for name in names if name in chosen - excluded))
     if not left:
         raise ValueError(
             f"lora.exclude_modules={exclude_modules!r} leaves nothing of "

@@ -3,6 +3,10 @@
 https://huggingface.co/docs/peft/developer_guides/checkpoint. A matrix "model.layers.0.mlp.up_proj"
 has lora_A.weight [r, in] and lora_B.weight [out, r]; an embedding lora_embedding_A [r, V] and
 lora_embedding_B [D, r]. Float32.
+
+A tensor that several of our matrices share, such as the "qkv_proj" of a Phi-3, has one adapter of
+their ranks together, whose A has theirs one below the other and whose B is of blocks. One of the
+plain rank, as PEFT trains it, is read as well: all of them get its A.
 """
 
 import os
@@ -44,6 +48,24 @@ class Tensor(NamedTuple):
     index: Any  # in its stack
     layout: HFWeight
     shape: tuple[int, ...]  # ours
+    number: int  # of the matrices that share a tensor
+    sharing: int  # how many these are
+    rows: slice  # of the shared tensor, that are this matrix'
+    all_rows: int
+
+    def whole_shape(self, joined: bool) -> tuple[int, ...]:
+        """Return the shape in the file, of an adapter of all ranks together if `joined`."""
+        rows, columns = hf_shape(self.layout, self.shape)
+        times = self.sharing if joined else 1
+        return (times * rows, columns) if self.part == "a" else (self.all_rows, times * columns)
+
+    def place(self, joined: bool) -> tuple[slice, slice]:
+        """Return where in the file's tensor this one is."""
+        rows, columns = hf_shape(self.layout, self.shape)
+        number = self.number if joined else 0
+        if self.part == "a":
+            return slice(number * rows, (number + 1) * rows), slice(None)
+        return self.rows, slice(number * columns, (number + 1) * columns)
 
 
 def save_adapter(
@@ -69,7 +91,10 @@ def save_adapter(
         FileExistsError: `folder` exists and `overwrite` is False.
     """
     host = fetch(adapters)
-    found = {t.name: to_hf(t.layout, host[t.leaf][t.part][t.index]) for t in _tensors(lora)}
+    found: dict[str, np.ndarray] = {}
+    for t in _tensors(lora):
+        whole = found.setdefault(t.name, np.zeros(t.whole_shape(True), np.float32))
+        whole[t.place(True)] = to_hf(t.layout, host[t.leaf][t.part][t.index])
     if jax.process_index() != 0:
         return
     with whole_folder(Path(folder), overwrite=overwrite) as new:
@@ -93,7 +118,6 @@ def load_adapter(
     """
     path = Path(folder)
     settings = read_json(path / CONFIG_FILE)
-    _refuse_other_kinds(path, settings)
     lora = LoraConfig(
         model,
         select_modules(model, settings["target_modules"], settings.get("exclude_modules")),
@@ -101,11 +125,13 @@ def load_adapter(
         alpha=settings["lora_alpha"],
         dropout=settings.get("lora_dropout", 0.0),
     )
-    found = load_file(path / TENSOR_FILE)
-    _check_shapes(path / TENSOR_FILE, lora, found)
+    _refuse_other_kinds(path, settings, lora)
+    found, joined = load_file(path / TENSOR_FILE), bool(settings.get("rank_pattern"))
+    _check_shapes(path / TENSOR_FILE, lora, found, joined)
     adapters = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_params(lora))
     for t in _tensors(lora):
-        adapters[t.leaf][t.part][t.index] = from_hf(t.layout, found[t.name], t.shape)
+        x = found[t.name][t.place(joined)]
+        adapters[t.leaf][t.part][t.index] = from_hf(t.layout, x, t.shape)
     return lora, adapters
 
 
@@ -131,6 +157,21 @@ def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
         "modules_to_save": None,
         "use_rslora": False,
         "use_dora": False,
+    } | _patterns(lora)
+
+
+def _patterns(lora: LoraConfig) -> dict[str, Any]:
+    """Return the ranks and alphas of adapters that matrices of one tensor share, if there are."""
+    times = {
+        t.name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): t.sharing
+        for t in _tensors(lora)
+        if t.part == "a" and t.sharing > 1
+    }
+    if not times:
+        return {}
+    return {
+        "rank_pattern": {name: n * lora.rank for name, n in times.items()},
+        "alpha_pattern": {name: n * lora.alpha for name, n in times.items()},
     }
 
 
@@ -138,7 +179,7 @@ def _shortest_names(lora: LoraConfig) -> list[str]:
     """Return the end of a name where every layer has the adapter, else full names."""
     chosen = set(lora.modules)
     everywhere: dict[str, list[str]] = {}
-    for name in (name for modules in matrices(lora.model).values() for name in modules):
+    for name in {name: 0 for modules in matrices(lora.model).values() for name in modules}:
         end = name.rpartition(OF_EXPERT)[2] if OF_EXPERT in name else name.rpartition(".")[2]
         everywhere.setdefault(f"experts.{end}" if OF_EXPERT in name else end, []).append(name)
     names = set()
@@ -150,16 +191,25 @@ def _shortest_names(lora: LoraConfig) -> list[str]:
 
 def _tensors(lora: LoraConfig) -> Iterator[Tensor]:
     names, chosen, weights = matrices(lora.model), set(lora.modules), weights_by_name(lora.model)
+    leaves: dict[tuple, list[str]] = {}
+    for leaf, weight in weights.items():
+        leaves.setdefault((weight.name, weight.layers), []).append(leaf)
     for leaf, parts in adapter_specs(lora).items():
         kind = "lora_embedding_{}" if leaf == "embed" else "lora_{}.weight"
         for part, spec in parts.items():
             stack = weights[leaf].stack
             shape = spec.shape[len(stack) :]
+            weight = weights[leaf]
+            sharing = leaves[weight.name, weight.layers]
             for number, module in enumerate(names[leaf]):
                 if module in chosen:
                     name = f"base_model.model.{module}.{kind.format(part.upper())}"
                     index = tuple(map(int, np.unravel_index(number, stack))) if stack else ...
-                    yield Tensor(name, leaf, part, index, _layout(name, part, len(shape)), shape)
+                    layout = _layout(name, part, len(shape))
+                    own = hf_shape(layout, shape)[0]
+                    start, size = (weight.part.start, weight.part.size) if weight.part else (0, own)
+                    place = sharing.index(leaf), len(sharing), slice(start, start + own), size
+                    yield Tensor(name, leaf, part, index, layout, shape, *place)
 
 
 def _layout(name: str, part: str, dims: int) -> HFWeight:
@@ -169,9 +219,9 @@ def _layout(name: str, part: str, dims: int) -> HFWeight:
     return HFWeight(name, (tuple(range(1, dims)), (0,)))
 
 
-def _check_shapes(path: Path, lora: LoraConfig, found: dict[str, np.ndarray]) -> None:
+def _check_shapes(path: Path, lora: LoraConfig, found: dict[str, np.ndarray], joined: bool) -> None:
     shapes = {name: x.shape for name, x in found.items()}
-    wanted = {t.name: hf_shape(t.layout, t.shape) for t in _tensors(lora)}
+    wanted = {t.name: t.whole_shape(joined) for t in _tensors(lora)}
     names = {*shapes, *wanted}
     different = sorted(name for name in names if shapes.get(name) != wanted.get(name))
     if different:
@@ -179,9 +229,14 @@ def _check_shapes(path: Path, lora: LoraConfig, found: dict[str, np.ndarray]) ->
         raise ValueError(f"{path} does not match its config: {'; '.join(wrong)}")
 
 
-def _refuse_other_kinds(path: Path, settings: dict[str, Any]) -> None:
+def _refuse_other_kinds(path: Path, settings: dict[str, Any], lora: LoraConfig) -> None:
     plain = {"peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False}
-    plain |= dict.fromkeys(("modules_to_save", "rank_pattern", "alpha_pattern"), None)
+    patterns = dict.fromkeys(("rank_pattern", "alpha_pattern")) | _patterns(lora)
+    plain |= {"modules_to_save": None, **patterns}
+    one_alone = bool(settings.get("rank_pattern")) != bool(settings.get("alpha_pattern"))
+    if one_alone:  # it would be another scale
+        patterns = dict.fromkeys(patterns)
+        plain |= patterns
     other = {k: settings[k] for k, v in plain.items() if settings.get(k) and settings[k] != v}
     if other:
         raise ValueError(f"{path / CONFIG_FILE}: {other} is not supported, only plain LoRA")

@@ -5,6 +5,7 @@ Su et al., https://arxiv.org/abs/2104.09864. Shape legend: see `transformer.py`.
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,14 @@ class RopeScaling:
 
     Attributes:
         rope_type: "linear" (all frequencies / factor), "llama3" (the low ones, with a smooth
-            crossing; Llama 3.1, https://arxiv.org/abs/2407.21783) or "yarn"
-            (https://arxiv.org/abs/2309.00071).
-        original_max_position_embeddings: context length before stretching; llama3 and yarn.
-        attention_factor: of cos and sin; None = yarn's 0.1 ln(factor) + 1.
+            crossing; Llama 3.1, https://arxiv.org/abs/2407.21783), "yarn"
+            (https://arxiv.org/abs/2309.00071) or "longrope" (https://arxiv.org/abs/2402.13753).
+        original_max_position_embeddings: context length before stretching; not of linear.
+        attention_factor: of cos and sin; None = yarn's 0.1 ln(factor) + 1, or longrope's
+            sqrt(1 + ln(factor) / ln(original_max_position_embeddings)).
+        short_factor, long_factor: longrope's divisors of each frequency. The long ones would be
+            those of rows longer than the original context, but then a token's keys would depend on
+            the tokens behind it: here the short ones hold, for rows up to that length.
     """
 
     rope_type: str
@@ -38,10 +43,29 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
     def to_hf(self) -> dict[str, Any]:
         """Return the fields that are set."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        known = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in known.items()}
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Describe how queries grow with their position p, times 1 + beta ln(1 + floor(p / length)).
+
+    Llama 4's temperature, which Ministral 3 has in all layers.
+    """
+
+    beta: float
+    length: int
+
+    def factor(self, positions: jax.Array) -> jax.Array:
+        """Return the factor [B, T, 1, 1] float32 of queries at positions [B, T]."""
+        lengths = jnp.floor_divide(positions, self.length).astype(jnp.float32)
+        return (1 + self.beta * jnp.log1p(lengths))[..., None, None]
 
 
 # Fields of each type: needed, optional.
@@ -56,6 +80,10 @@ _FIELDS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         [],
     ),
     "yarn": (["factor", "original_max_position_embeddings"], _YARN_OPTIONS),
+    "longrope": (
+        ["factor", "original_max_position_embeddings", "short_factor", "long_factor"],
+        ["attention_factor"],
+    ),
 }
 
 
@@ -96,6 +124,7 @@ def parse_scaling(
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise ValueError(f"{where} of rope_type {kind!r} has the unknown field {name!r}; {hint}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return RopeScaling(rope_type=kind, **{k: values[k] for k in known if k in values})
 
 
@@ -107,17 +136,23 @@ def inverse_frequency(head_dim: int, theta: float, scaling: RopeScaling | None) 
         return plain
     if scaling.rope_type == "linear":
         return plain / np.float32(scaling.factor)
+    if scaling.short_factor is not None:
+        return plain / np.asarray(scaling.short_factor, np.float32)
     stretch = _llama3_share if scaling.rope_type == "llama3" else _yarn_share
     share = stretch(scaling, plain, theta).astype(np.float32)
     return plain * (1 - share) + plain / np.float32(scaling.factor) * share
 
 
 def amplitude(scaling: RopeScaling | None) -> float:
-    """Return the factor of cos and sin: 1 but for yarn, section 3.4 of its paper."""
-    if scaling is None or scaling.rope_type != "yarn":
+    """Return the factor of cos and sin: 1 but for yarn, section 3.4 of its paper, and longrope."""
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.rope_type == "longrope":
+        assert scaling.original_max_position_embeddings is not None
+        longer = max(math.log(scaling.factor), 0.0)
+        return math.sqrt(1 + longer / math.log(scaling.original_max_position_embeddings))
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
@@ -137,25 +172,28 @@ def rotary(
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
-@jax.custom_vjp
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn queries or keys x [B, T, heads, h]; half-split layout of Hugging Face.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: bool = False) -> jax.Array:
+    """Turn the first r dims of queries or keys x [B, T, heads, h] by cos, sin [B, T, 1, r / 2].
 
+    Dims i and i + r / 2 turn together, in Hugging Face's layout, or with `pairs` 2 i and 2 i + 1.
     The angles are constants: their gradient is 0.
     """
-    return jax.lax.platform_dependent(x, cos, sin, tpu=_by_product, default=_by_halves)
+    by_product = functools.partial(_by_product, pairs=pairs)
+    by_halves = functools.partial(_by_halves, pairs=pairs)
+    return jax.lax.platform_dependent(x, cos, sin, tpu=by_product, default=by_halves)
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, tuple]:
-    return rotate(x, cos, sin), (cos, sin)
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: bool) -> tuple[jax.Array, tuple]:
+    return rotate(x, cos, sin, pairs), (cos, sin)
 
 
-def _rotate_back(angle: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _rotate_back(pairs: bool, angle: tuple, g: jax.Array) -> tuple[jax.Array, ...]:
     def by_product(g: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        return _by_product(g, cos, -sin)
+        return _by_product(g, cos, -sin, pairs)
 
     def by_halves(g: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        return jax.linear_transpose(lambda x: _by_halves(x, cos, sin), g)(g)[0]
+        return jax.linear_transpose(lambda x: _by_halves(x, cos, sin, pairs), g)(g)[0]
 
     cos, sin = angle
     turned = jax.lax.platform_dependent(g, cos, sin, tpu=by_product, default=by_halves)
@@ -165,24 +203,32 @@ def _rotate_back(angle: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.
 rotate.defvjp(_rotate, _rotate_back)
 
 
-def _by_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+def _by_halves(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: bool = False) -> jax.Array:
+    turned = 2 * cos.shape[-1]
+    wide, still = x[..., :turned].astype(jnp.float32), x[..., turned:]
+    if pairs:
+        x1, x2 = wide[..., 0::2], wide[..., 1::2]
+        both = jnp.stack([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).reshape(wide.shape)
+    else:
+        x1, x2 = jnp.split(wide, 2, axis=-1)
+        both = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    if still.shape[-1] == 0:
+        return both.astype(x.dtype)
+    return jnp.concatenate([both.astype(x.dtype), still], axis=-1)
 
 
-def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: bool = False) -> jax.Array:
     """Turn x by x cos + (-x2, x1) sin, whose second term a matrix of 0, 1 and -1 makes, exactly.
 
     For TPUs, whose registers have 128 lanes: halves of a head leave half of them empty, and cost
     more than the product. So does a roll by h / 2, which XLA cuts into the same halves.
     """
-    half = x.shape[-1] // 2
-    swap = np.block(
-        [
-            [np.zeros((half, half)), np.eye(half)],
-            [-np.eye(half), np.zeros((half, half))],
-        ]
-    )
+    width, half = x.shape[-1], cos.shape[-1]
+    step = 1 if pairs else half  # from one dim to that which turns with it
+    firsts = np.arange(half) * (2 if pairs else 1)
+    swap = np.zeros((width, width))
+    swap[firsts, firsts + step] = 1
+    swap[firsts + step, firsts] = -1
     crossed = jnp.einsum(
         "bthd,de->bthe",
         x,
@@ -190,7 +236,11 @@ def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    cos, sin = (jnp.concatenate([y, y], axis=-1) for y in (cos, sin))
+    still = [(0, 0)] * (cos.ndim - 1) + [(0, width - 2 * half)]
+    cos, sin = (
+        jnp.repeat(y, 2, axis=-1) if pairs else jnp.concatenate([y, y], axis=-1) for y in (cos, sin)
+    )
+    cos, sin = jnp.pad(cos, still, constant_values=1), jnp.pad(sin, still)
     return (x.astype(jnp.float32) * cos + crossed * sin).astype(x.dtype)
 
 

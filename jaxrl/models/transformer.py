@@ -25,10 +25,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl.models.architecture import (
     DENSE,
     EXPERTS,
+    LATER_FIELDS,
     Experts,
+    LayerFlags,
     TransformerConfig,
     by_kind,
     joined,
+    layer_flags,
     layer_runs,
     layer_stacks,
 )
@@ -62,6 +65,7 @@ Mix = Callable[[Params, jax.Array], jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -85,8 +89,11 @@ def param_specs(config: TransformerConfig) -> Params:
         c.intermediate_size,
     )
     scale = "zeros" if c.unit_offset_norm else "ones"
+    norm = ParamSpec((d,), ("norm",), scale)
+    if c.layer_norm:  # of scale and bias
+        norm = ParamSpec((2, d), (None, "norm"), "zeros")
     attention = {
-        "attn_norm": ParamSpec((d,), ("norm",), scale),
+        "attn_norm": norm,
         "wq": ParamSpec((d, heads, hd), ("embed", "heads", "head_dim")),
         "wk": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
         "wv": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
@@ -104,11 +111,14 @@ def param_specs(config: TransformerConfig) -> Params:
     elif c.qk_norm:
         attention["q_norm"] = ParamSpec((hd,), ("norm",), scale)
         attention["k_norm"] = ParamSpec((hd,), ("norm",), scale)
-    norms = {"mlp_norm": ParamSpec((d,), ("norm",), scale)}
+    norms = {"mlp_norm": norm}
     if c.post_norms:
-        norms["attn_post_norm"] = ParamSpec((d,), ("norm",), scale)
-        norms["mlp_post_norm"] = ParamSpec((d,), ("norm",), scale)
+        norms |= {"attn_post_norm": norm, "mlp_post_norm": norm}
+    if not c.pre_norms:
+        del attention["attn_norm"], norms["mlp_norm"]
     mlps = {DENSE: _mlp("w", d, ff)}
+    if not c.gated_mlp:
+        del mlps[DENSE]["w_gate"]
     if c.experts is not None:
         mlps[EXPERTS] = _experts(c.experts, d)
     stacks = {
@@ -121,7 +131,7 @@ def param_specs(config: TransformerConfig) -> Params:
     specs = {
         "embed": ParamSpec((c.vocab_size, d), ("vocab", "embed")),
         "layers": joined(stacks),
-        "final_norm": ParamSpec((d,), ("norm",), scale),
+        "final_norm": norm,
     }
     if c.value_head is not None:
         specs["value_head"] = ParamSpec((d, 1), ("embed", None), deviation=1 / (d + 1))
@@ -166,8 +176,11 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
 
     What it has no part of and older checkpoints do not know is left out.
     """
+    absent = {f.name: f.default for f in dataclasses.fields(config) if f.name in LATER_FIELDS}
     known = dataclasses.asdict(config)
-    return known if config.experts else {k: x for k, x in known.items() if k != "experts"}
+    if config.rope_scaling is not None and config.rope_scaling.short_factor is None:
+        del known["rope_scaling"]["short_factor"], known["rope_scaling"]["long_factor"]
+    return {k: x for k, x in known.items() if k not in absent or x != absent[k]}
 
 
 @functools.singledispatch
@@ -216,22 +229,22 @@ def draw(spec: ParamSpec, rng_path: tuple[int, int], initializer_range: float) -
     return np.float32(deviation) * normal
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
+def normalise(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
     """Return x / rms(x) * scale over the last dim, in float32.
 
     With `unit_offset_norm` it is times (1 + scale). Zhang & Sennrich, https://arxiv.org/abs/1910.07467.
+    With `layer_norm` x is taken less its mean, and a bias added: scale [2, D] holds both. Ba et
+    al., https://arxiv.org/abs/1607.06450.
     """
-    x32 = x.astype(jnp.float32)
+    x32, bias = x.astype(jnp.float32), None
+    if config.layer_norm:
+        x32, (scale, bias) = x32 - x32.mean(axis=-1, keepdims=True), scale
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     normed = x32 * jax.lax.rsqrt(mean_square + config.rms_norm_eps)
     if config.unit_offset_norm:
         scale = 1 + scale.astype(jnp.float32)
-    return (normed * scale).astype(x.dtype)
-
-
-def sliding_flags(config: TransformerConfig) -> np.ndarray:
-    """Return whether each layer slides [L]."""
-    return np.asarray(config.sliding_layers or (False,) * config.num_layers)
+    scaled = normed * scale
+    return (scaled if bias is None else scaled + bias).astype(x.dtype)
 
 
 # What `fuse_projections` joins, and along which dim.
@@ -344,7 +357,7 @@ def decoder_layer(
     placement: Placement | None = None,
     mix: Mix | None = None,
 ) -> jax.Array:
-    """Run one pre-norm block; `attend` decides which keys there are.
+    """Run one block; `attend` decides which keys there are.
 
     attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask and returns
     [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
@@ -352,36 +365,50 @@ def decoder_layer(
     """
     x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
 
-    def norm(y: jax.Array, name: str) -> jax.Array:
-        scale = rounded(layer[name], y.dtype)  # [D], [h], or [H, h] of all heads together
-        flat = y.reshape(*y.shape[: y.ndim - scale.ndim], -1)
-        return rms_norm(flat, scale.reshape(-1), config).reshape(y.shape)
+    def normed(y: jax.Array, name: str) -> jax.Array:
+        return normalise(y, rounded(layer[name], y.dtype), config)
+
+    def of_heads(y: jax.Array, name: str) -> jax.Array:
+        if config.qk_norm != "whole":
+            return normed(y, name)
+        scale = rounded(layer[name], y.dtype)  # [H, h], of all heads together
+        return normalise(y.reshape(*y.shape[:2], -1), scale.reshape(-1), config).reshape(y.shape)
+
+    def add(x: jax.Array, out: jax.Array, name: str) -> jax.Array:
+        out = normed(out, name) if config.post_norms else out
+        return x + (out if config.residual_multiplier == 1 else config.residual_multiplier * out)
 
     def spread(y: jax.Array, *names: str | None) -> jax.Array:
         return constrain(y, ("batch", "seq", *names), placement)
 
     with jax.named_scope("attention"):
-        y = norm(x, "attn_norm")
+        y = normed(x, "attn_norm") if config.pre_norms else x
         q, k, v = project_qkv(config, layer, y, shards)
         q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
         if config.qk_norm:
-            q, k = norm(q, "q_norm"), norm(k, "k_norm")
-        q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
+            q, k = of_heads(q, "q_norm"), of_heads(k, "k_norm")
+        q, k = (rotate(x, view.cos, view.sin, config.rope_pairs) for x in (q, k))
+        if view.growth is not None:
+            q = q * view.growth.astype(q.dtype)
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
         out = spread(project(checkpoint_name(out, ATTENTION), layer["wo"], contract=2), None)
         if config.attention_output_bias:
             out = add_bias(out, layer["bo"])
-        x = x + (norm(out, "attn_post_norm") if config.post_norms else out)
+        x = add(x, out, "attn_post_norm")
     with jax.named_scope("mlp"):
-        y = norm(x, "mlp_norm")
+        y = normed(x, "mlp_norm") if config.pre_norms else x
         if "router" in layer:
             assert mix is not None
             out = spread(mix(layer, y), None)
         else:
-            gate, up = project_gate_up(layer, y, shards)
-            hidden = spread(ACTIVATIONS[config.activation](gate) * up, "mlp")
+            act = ACTIVATIONS[config.activation]
+            if config.gated_mlp:
+                gate, up = project_gate_up(layer, y, shards)
+                hidden = spread(act(gate) * up, "mlp")
+            else:
+                hidden = spread(act(project(y, layer["w_up"])), "mlp")
             out = spread(project(hidden, layer["w_down"]), None)
-        return x + (norm(out, "mlp_post_norm") if config.post_norms else out)
+        return add(x, out, "mlp_post_norm")
 
 
 def embed(
@@ -393,8 +420,10 @@ def embed(
 ) -> jax.Array:
     """Return the token embeddings [B, T, D] in the compute dtype."""
     x = look_up(params["embed"], tokens, dtype, placement)
-    # Gemma rounds the factor to the compute dtype before it multiplies.
-    return x * jnp.asarray(math.sqrt(config.hidden_size), dtype) if config.scale_embeddings else x
+    if config.scale_embeddings:
+        # Gemma rounds the factor to the compute dtype before it multiplies.
+        return x * jnp.asarray(math.sqrt(config.hidden_size), dtype)
+    return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
 @functools.singledispatch
@@ -408,10 +437,10 @@ def head_axes(config: TransformerConfig) -> Params:
 def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax.Array:
     """Apply the final norm and the vocabulary head: [..., D] -> float32 logits [..., V]."""
     with jax.named_scope("unembed"):
-        y = rms_norm(hidden, params["final_norm"], config)
+        y = normalise(hidden, params["final_norm"], config)
         head = merge(params["unembed"] if "unembed" in params else params["embed"].T)
         logits = einsum_float32("...d,dv->...v", y, head.astype(y.dtype))
-        return softcap(logits, config.final_softcap)
+        return softcap(logits / config.logits_scaling, config.final_softcap)
 
 
 @functools.singledispatch
@@ -488,30 +517,30 @@ def routed_forward(
     attend = functools.partial(attend, config)
 
     def body(
-        kind: str, x: jax.Array, layer: tuple[Params, jax.Array, jax.Array | None]
+        kind: str, x: jax.Array, layer: tuple[Params, LayerFlags, jax.Array | None]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        names, (weights, sliding, chosen) = axes[kind], layer
+        names, (weights, flags, chosen) = axes[kind], layer
         routing: list[Routing] = []
         how = {"placement": placement, "kernel": experts_kernel, "exchange": exchange}
         mix = mixing(config, routing, **how, replay=chosen, real=segment_ids > 0)
         whole = {
             name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }
-        x = decoder_layer(config, whole, x, view(sliding), attend, placement, mix)
+        x = decoder_layer(config, whole, x, view(flags), attend, placement, mix)
         return x, tuple(map(observe, routing))
 
     bodies = {kind: recompute(functools.partial(body, kind), remat) for kind in axes}
     x, stored = embed(config, params, tokens, dtype, placement), by_kind(config, params["layers"])
     observed: list[Any] = []
     for run in layer_runs(config):
-        flags = jnp.asarray(sliding_flags(config)[run.in_model])
+        flags = jax.tree.map(lambda x, run=run: jnp.asarray(x[run.in_model]), layer_flags(config))
         layers = jax.tree.map(lambda w, run=run: w[run.in_stack], stored[run.kind])
         chosen = None if replay is None or run.kind != EXPERTS else replay[run.in_stack]
         x, seen = jax.lax.scan(
             bodies[run.kind],
             x,
             (layers, flags, chosen),
-            unroll=len(flags) if config.num_layers <= MAX_UNROLLED_LAYERS else 1,
+            unroll=len(flags.slides) if config.num_layers <= MAX_UNROLLED_LAYERS else 1,
         )
         observed += seen
     if not observed:

@@ -5,7 +5,7 @@ Everything that differs between our stacked parameters and a Hugging Face checkp
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,23 +18,37 @@ from jaxrl.parallel.processes import fetch
 DimGroups = tuple[tuple[int, ...], ...]
 
 
+class Part(NamedTuple):
+    """Say what a leaf of ours is of a dim of their tensor, which several leaves share.
+
+    Those of `size` places that begin at `start` and are `step` apart.
+    """
+
+    dim: int
+    start: int
+    size: int
+    step: int = 1
+
+
 class HFWeight(NamedTuple):
     """Describe where one parameter lies in a Hugging Face checkpoint.
 
-    `name` holds "{i}" for the number of the layer if the leaf is stacked, and "{e}" for that of the
-    expert if experts are stacked in it, too. `dims[j]` lists the dims of our (unstacked) array that
-    are flattened, in this order, into dim j of theirs.
+    `name` holds "{i}" for the number of the layer if the leaf is stacked, "{e}" for that of the
+    expert if experts are stacked in it, too, and "{end}" for one of `ends` if these are. `dims[j]`
+    lists the dims of our (unstacked) array that are flattened, in this order, into dim j of theirs.
     """
 
     name: str
     dims: DimGroups
     layers: tuple[int, ...] = ()  # numbers of the stack's
     experts: int = 0
+    ends: tuple[str, ...] = ()
+    part: Part | None = None  # None: the tensor is this leaf's alone
 
     @property
     def stack(self) -> tuple[int, ...]:
         """Return the leading dims of our leaf along which their tensors lie apart."""
-        return tuple(n for n in (len(self.layers), self.experts) if n)
+        return tuple(n for n in (len(self.layers), self.experts, len(self.ends)) if n)
 
 
 # A Hugging Face Linear is [out, in]; ours lead with the input.
@@ -93,9 +107,55 @@ EXPERT_WEIGHTS = {  # by `Experts.names`
 }
 
 
+def _joined_rows(name: str, **rows: int) -> dict[str, HFWeight]:
+    """Return leaves whose matrices lie one below the other in one tensor, by their rows there."""
+    starts, size = np.cumsum([0, *rows.values()]), sum(rows.values())
+    return {
+        leaf: WEIGHTS[leaf]._replace(name=name, part=Part(0, int(start), size))
+        for leaf, start in zip(rows, starts, strict=False)
+    }
+
+
+def _gate_up(c: TransformerConfig) -> dict[str, HFWeight]:
+    name = "model.layers.{i}.mlp.gate_up_proj.weight"
+    return _joined_rows(name, w_gate=c.intermediate_size, w_up=c.intermediate_size)
+
+
+def _phi3(c: TransformerConfig) -> dict[str, HFWeight]:
+    name, key = "model.layers.{i}.self_attn.qkv_proj.weight", c.num_kv_heads * c.head_dim
+    return _gate_up(c) | _joined_rows(name, wq=c.num_heads * c.head_dim, wk=key, wv=key)
+
+
+def _glm4(c: TransformerConfig) -> dict[str, HFWeight]:
+    names = {
+        "attn_post_norm": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_mlp_layernorm",
+    }
+    norms = {k: HFWeight(f"model.layers.{{i}}.{v}.weight", VECTOR) for k, v in names.items()}
+    return _gate_up(c) | norms
+
+
+# By `TransformerConfig.names`: what lies elsewhere than in a Llama.
+NAMES: dict[str, Callable[[TransformerConfig], dict[str, HFWeight]]] = {
+    "llama": lambda _: {},
+    "phi3": _phi3,
+    "glm": _gate_up,
+    "glm4": _glm4,
+}
+
+
 def weight_map(config: TransformerConfig) -> Params:
     """Return a tree of `HFWeight`, parallel to the parameters."""
     table = POST_NORM_WEIGHTS if config.post_norms else WEIGHTS
+    table = table | NAMES[config.names](config)
+    if config.layer_norm:
+        both = {"ends": ("weight", "bias")}
+        table = table | {
+            name: weight._replace(name=weight.name.removesuffix("weight") + "{end}", **both)
+            for name, weight in table.items()
+            if name.endswith("_norm") and name not in ("q_norm", "k_norm")
+        }
     if config.qk_norm == "whole":
         table = table | {
             name: table[name]._replace(dims=HEAD_BIAS) for name in ("q_norm", "k_norm")
@@ -116,9 +176,9 @@ def weight_map(config: TransformerConfig) -> Params:
 
 
 def tensor_names(weight: HFWeight) -> list[str]:
-    """Name the tensors behind one leaf: one per layer and expert, in the order of its stack."""
-    layers, experts = weight.layers or (0,), range(weight.experts or 1)
-    return [weight.name.format(i=i, e=e) for i in layers for e in experts]
+    """Name the tensors behind one leaf, in the order of its stack."""
+    layers, experts, ends = weight.layers or (0,), range(weight.experts or 1), weight.ends or ("",)
+    return [weight.name.format(i=i, e=e, end=end) for i in layers for e in experts for end in ends]
 
 
 def tensor_shape(weight: HFWeight, spec: ParamSpec) -> tuple[int, ...]:
@@ -127,8 +187,19 @@ def tensor_shape(weight: HFWeight, spec: ParamSpec) -> tuple[int, ...]:
 
 
 def hf_shape(weight: HFWeight, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the Hugging Face shape of an array that has shape `shape` on our side."""
+    """Return the Hugging Face shape of an array that has shape `shape` on our side.
+
+    Of a part, it is the part's.
+    """
     return tuple(math.prod(shape[d] for d in group) for group in weight.dims)
+
+
+def whole_shape(weight: HFWeight, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of their tensor, of which an array of shape `shape` may be a part."""
+    whole = list(hf_shape(weight, shape))
+    if weight.part is not None:
+        whole[weight.part.dim] = weight.part.size
+    return tuple(whole)
 
 
 def to_hf(weight: HFWeight, x: np.ndarray) -> np.ndarray:
@@ -163,7 +234,14 @@ def read_part(
         cut[first] = stop - start
         for d in others:
             rest[d] = index[d]
-    return from_hf(weight, stored[tuple(rows)], tuple(cut))[tuple(rest)]
+    if (part := weight.part) is None:
+        found = stored[tuple(rows)]
+    else:
+        of_part = rows[part.dim]
+        first, last = (part.start + part.step * x for x in (of_part.start, of_part.stop - 1))
+        rows[part.dim] = slice(first, last + 1)
+        found = stored[tuple(rows)][(slice(None),) * part.dim + (slice(None, None, part.step),)]
+    return from_hf(weight, found, tuple(cut))[tuple(rest)]
 
 
 def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -171,7 +249,7 @@ def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
     specs = treedef.flatten_up_to(param_specs(config))
     return {
-        name: hf_shape(weight, tensor_shape(weight, spec))
+        name: whole_shape(weight, tensor_shape(weight, spec))
         for weight, spec in zip(weights, specs, strict=True)
         for name in tensor_names(weight)
     }
@@ -184,11 +262,35 @@ def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[st
     whole on every device first.
     """
     weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
+    sharing: dict[tuple, list[tuple[HFWeight, Any]]] = {}
     for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
-        names = iter(tensor_names(weight))
-        for layer in _layers(leaf) if weight.layers else [fetch(leaf)]:
-            for x in layer if weight.experts else [layer]:
-                yield next(names), to_hf(weight, x)
+        sharing.setdefault((weight.name, weight.layers), []).append((weight, leaf))
+    for pairs in sharing.values():
+        names, parts = tensor_names(pairs[0][0]), [weight for weight, _ in pairs]
+        leaves = zip(*(_unstacked(*pair) for pair in pairs), strict=True)
+        for name, arrays in zip(names, leaves, strict=True):
+            yield name, _put_together(parts, arrays)
+
+
+def _put_together(weights: list[HFWeight], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return their tensor of the arrays of ours that it holds."""
+    if weights[0].part is None:
+        return to_hf(weights[0], arrays[0])
+    whole = np.empty(whole_shape(weights[0], arrays[0].shape), arrays[0].dtype)
+    for weight, x in zip(weights, arrays, strict=True):
+        assert weight.part is not None
+        dim, start, _, step = weight.part
+        found = to_hf(weight, x)
+        end = start + step * (found.shape[dim] - 1) + 1
+        whole[(slice(None),) * dim + (slice(start, end, step),)] = found
+    return whole
+
+
+def _unstacked(weight: HFWeight, leaf: jax.Array | np.ndarray) -> Iterator[np.ndarray]:
+    """Yield our arrays of the tensors behind a leaf, in the order of `tensor_names`."""
+    within = len(weight.stack) - bool(weight.layers)
+    for layer in _layers(leaf) if weight.layers else [fetch(leaf)]:
+        yield from layer.reshape(-1, *layer.shape[within:])
 
 
 def _layers(leaf: jax.Array | np.ndarray) -> Iterator[np.ndarray]:

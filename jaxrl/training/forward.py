@@ -34,7 +34,7 @@ from jaxrl.models.transformer import (
     forward,
     head_axes,
     logical_axes,
-    rms_norm,
+    normalise,
     routed_forward,
     unembed,
 )
@@ -160,7 +160,7 @@ def state_values(
         placement=placement,
     )
     with jax.named_scope("values"):
-        normed = rms_norm(hidden, params["final_norm"], config).astype(jnp.float32)
+        normed = normalise(hidden, params["final_norm"], config).astype(jnp.float32)
         axes = logical_axes(config)["value_head"]
         head = gather_parameter(params["value_head"], axes, placement, jnp.float32)
         after = jnp.sum(normed * head[:, 0], axis=-1)  # a matrix product would round on TPUs
@@ -477,7 +477,7 @@ def _score_tokens(
     whole = head.gather(head.cast(weights))
     matrix, scoring, vocab_dim = whole[head.matrix], _scoring(head), head.vocab_dim
     front = _Front.of(head, wanted)
-    states = rms_norm(front.take(hidden), whole["final_norm"], head.model)
+    states = normalise(front.take(hidden), whole["final_norm"], head.model)
     tokens = front.take(targets.tokens)
 
     def body(i: Array, sums: head_log_probs.Sums) -> head_log_probs.Sums:
@@ -502,7 +502,7 @@ def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> t
     matrix, scoring, vocab_dim = whole[head.matrix], _scoring(head), head.vocab_dim
     front = _Front.of(head, wanted)
     states, pull_norm = jax.vjp(
-        lambda x, scale: rms_norm(x, scale, head.model), front.take(hidden), whole["final_norm"]
+        lambda x, scale: normalise(x, scale, head.model), front.take(hidden), whole["final_norm"]
     )
     tokens = front.take(targets.tokens)
     if head.vocab is not None:
@@ -530,7 +530,11 @@ score_tokens.defvjp(_score_tokens, _score_tokens_backward)
 
 
 def _scoring(head: Head) -> head_log_probs.Scoring:
-    return head_log_probs.Scoring(head.temperature, head.model.final_softcap)
+    # (cap tanh(l / (d cap))) / t of logits l that the model divides by d
+    divisor, cap = head.model.logits_scaling, head.model.final_softcap
+    return head_log_probs.Scoring(
+        head.temperature * divisor, None if cap is None else cap * divisor
+    )
 
 
 def _local(head: Head, tokens: Array, matrix: Array) -> Array:

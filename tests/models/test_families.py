@@ -6,12 +6,24 @@ import dataclasses
 import pytest
 from transformers import (
     AutoConfig,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    Mistral3Config,
     MistralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from jaxrl.models import (
@@ -20,6 +32,7 @@ from jaxrl.models import (
     config_from_hf,
     config_to_hf,
 )
+from jaxrl.models.rope import QueryGrowth
 
 MINIMAL = {
     "vocab_size": 61,
@@ -46,6 +59,7 @@ GEMMA_FEATURES = {
     "query_pre_attn_scalar": 16,
     "activation": "gelu_pytorch_tanh",
 }
+POST_ONLY = {"post_norms": True, "pre_norms": False}
 SLIDES = {"sliding_window": 8, "sliding_layers": (False, True)}
 SCALED = {"rope_scaling": RopeScaling("linear", 8.0)}
 FEATURES = {
@@ -58,6 +72,52 @@ FEATURES = {
     "mistral": {"sliding_window": 8, "sliding_layers": (True, True)},
     "gemma2": {**GEMMA_FEATURES, **SLIDES, "attention_softcap": 50.0, "final_softcap": 30.0},
     "gemma3_text": {**GEMMA_FEATURES, **SLIDES, **SCALED, "qk_norm": True, "local_rope_theta": 1e4},
+    "olmo2": {**POST_ONLY, "qk_norm": "whole"},
+    "olmo3": {
+        **POST_ONLY,
+        **SLIDES,
+        "qk_norm": "whole",
+        "rope_scaling": RopeScaling("yarn", 8.0, 64),
+        "local_rope_theta": 1e6,
+    },
+    "smollm3": {"rope_layers": (True, False)},
+    "granite": {
+        "attention_scale": 0.4,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 8.0,
+    },
+    "phi3": {
+        "names": "phi3",
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "rope_scaling": RopeScaling(
+            "longrope", 8.0, 64, short_factor=(1.0, 2.0), long_factor=(1.0, 4.0)
+        ),
+    },
+    "glm": {"names": "glm", "rope_pairs": True, "rotary_dim": 8, "attention_bias": True},
+    "glm4": {
+        "names": "glm4",
+        "rope_pairs": True,
+        "rotary_dim": 4,
+        "attention_bias": True,
+        "post_norms": True,
+    },
+    "ministral": SLIDES,
+    "ministral3": {
+        "rope_scaling": RopeScaling("yarn", 8.0, 64),
+        "query_growth": QueryGrowth(0.1, 64),
+    },
+    "exaone4": {**POST_ONLY, **SLIDES, "qk_norm": True, "rope_layers": (False, True)},
+    "nemotron": {
+        "activation": "relu2",
+        "layer_norm": True,
+        "unit_offset_norm": True,
+        "gated_mlp": False,
+        "rotary_dim": 8,
+    },
+    "arcee": {"activation": "relu2", "gated_mlp": False},
+    "helium": {"rope_pairs": True, "head_dim": 8},
 }
 
 
@@ -68,7 +128,7 @@ def test_config_survives_the_trip_through_transformers(name, tied):
     hf = AutoConfig.for_model(**config_to_hf(config, max_position_embeddings=512))
     assert hf.model_type == name.split("-")[0]
     assert hf.max_position_embeddings == 512
-    assert hf.eos_token_id is None
+    assert hf.eos_token_id is None or "glm" in name  # whose class fills it in
     assert config_from_hf(config_to_hf(config)) == config
     assert config_from_hf(hf.to_dict()) == config
 
@@ -82,10 +142,22 @@ def test_config_survives_the_trip_through_transformers(name, tied):
         (MistralConfig, 8, 8),
         (Gemma2Config, 4, 256),
         (Gemma3TextConfig, 4, 256),
+        (Olmo2Config, 4, 8),
+        (Olmo3Config, 4, 8),
+        (SmolLM3Config, 4, 8),
+        (GraniteConfig, 4, 8),
+        (Phi3Config, 4, 8),
+        (Glm4Config, 2, 128),
+        (MinistralConfig, 8, 8),
+        (Ministral3Config, 8, 128),
+        (Exaone4Config, 32, 8),
+        (NemotronConfig, 4, 8),
+        (SeedOssConfig, 8, 128),
     ],
 )
 def test_absent_fields_get_the_defaults_of_transformers(hf_class, kv_heads, head_dim):
-    config = config_from_hf(MINIMAL | {"model_type": hf_class.model_type})
+    given = MINIMAL | {"model_type": hf_class.model_type}
+    config = config_from_hf(given)
     assert (config.num_kv_heads, config.head_dim) == (kv_heads, head_dim)
     assert config == config_from_hf(hf_class(**MINIMAL).to_dict())
 
@@ -162,6 +234,59 @@ def test_rope_of_gemma3_is_one_per_kind_of_layer(rope, expected):
     assert config == config_from_hf(Gemma3TextConfig(**sizes, **copy.deepcopy(rope)).to_dict())
 
 
+def test_a_published_phi4_mini_is_read():
+    # config.json of microsoft/Phi-4-mini-instruct, its factors shortened to one per pair of dims
+    published = MINIMAL | {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131_072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2},
+        "rope_theta": 10_000.0,
+        "sliding_window": 262_144,
+        "tie_word_embeddings": True,
+    }
+    config = config_from_hf(published)
+    assert config.rotary_dim == 4  # of 32 / 4 = 8
+    assert config.sliding_window == 262_144
+    ones, twos = (1.0, 1.0), (2.0, 2.0)
+    assert config.rope_scaling == RopeScaling(
+        "longrope", 32.0, 4096, short_factor=ones, long_factor=twos
+    )
+    assert config == config_from_hf(Phi3Config(**copy.deepcopy(published)).to_dict())
+
+
+def test_a_published_olmo3_is_read():
+    # config.json of allenai/Olmo-3-7B-Think: sliding layers have the same theta, unscaled
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    rope |= {"attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0}
+    published = {"model_type": "olmo3", "rope_theta": 500_000, "rope_scaling": rope}
+    published |= MINIMAL | {"num_hidden_layers": 4, "sliding_window": 16}
+    config = config_from_hf(published)
+    assert config.sliding_layers == (True, True, True, False)
+    assert (config.rope_theta, config.local_rope_theta) == (500_000.0, 500_000.0)
+    assert config.rope_scaling.factor == 8.0
+    assert config == config_from_hf(Olmo3Config(**copy.deepcopy(published)).to_dict())
+
+
+@pytest.mark.parametrize("pattern", ["LLLG", 4])
+def test_the_window_pattern_of_exaone4(pattern):
+    given = MINIMAL | {"model_type": "exaone4", "num_hidden_layers": 6, "sliding_window": 16}
+    config = config_from_hf(given | {"sliding_window_pattern": pattern})
+    last = isinstance(pattern, int)  # that of a string is always full
+    assert config.sliding_layers == (True, True, True, False, True, last)
+    assert config.rope_layers == config.sliding_layers
+
+
+def test_a_multimodal_mistral3_is_read_as_its_text_model():
+    text = MINIMAL | {"model_type": "ministral3", "head_dim": 8}
+    outer = Mistral3Config(text_config=copy.deepcopy(text)).to_dict()
+    config = config_from_hf(outer)
+    assert config == config_from_hf(text)
+    assert config.query_growth == QueryGrowth(0.1, 16_384)
+
+
 def test_a_multimodal_gemma3_is_read_as_its_text_model():
     # The text_config of google/gemma-3-4b-it names no more than this; the rest are defaults.
     text = {
@@ -187,12 +312,17 @@ def test_qwen2_ignores_attention_bias_as_transformers_does():
 @pytest.mark.parametrize(
     "change, field, value, supported",
     [
-        ({"model_type": "phi3"}, "model_type", "'phi3'", "'qwen3'"),
+        ({"model_type": "gpt2"}, "model_type", "'gpt2'", "'qwen3'"),
         ({"hidden_act": "gelu"}, "hidden_act", "'gelu'", "'silu'"),
         ({"mlp_bias": True}, "mlp_bias", "True", "False"),
         ({"quantization_config": {"bits": 4}}, "quantization_config", "'bits': 4", "None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling", "'dynamic'", "null"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters", "'longrope'", "'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "rope_parameters",
+            "'longrope'",
+            "lacks factor",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters", "0.5", "whole"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters", "full_att", "whole"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types", "'chunked", "'full_attention'"),
@@ -221,6 +351,13 @@ def test_unsupported_fields_are_named_with_value_and_support(change, field, valu
             "gemma3_text",
             {"rope_parameters": {"sliding_attention": LINEAR_4}},
             "no scaling of sliding_attention",
+        ),
+        ("helium", {"head_dim": 16}, "head_dim='16 with num_attention_heads=4' .* as in Helium"),
+        ("granite", {"logits_scaling": None}, "lacks logits_scaling"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters=.* llama_4_scaling_beta and original_max_position",
         ),
         ("llama", {"num_attention_heads": 3}, "hidden_size='32 with num_attention_heads=3'"),
     ],
@@ -264,8 +401,7 @@ def test_configs_without_a_family_are_rejected():
     with pytest.raises(ValueError, match="qwen3 has attention_output_bias=True, not False"):
         config_to_hf(dataclasses.replace(OURS, qk_norm=True, attention_bias=True))
     with pytest.raises(ValueError, match="hidden_size='32 with num_attention_heads=3'"):
-        bias = {"attention_bias": True, "attention_output_bias": True}
-        config_to_hf(dataclasses.replace(OURS, num_heads=3, num_kv_heads=3, **bias))
+        config_to_hf(dataclasses.replace(OURS, num_heads=3, num_kv_heads=3, **GEMMA_FEATURES))
 
 
 def test_experts_that_cannot_be_are_named():

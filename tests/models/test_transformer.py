@@ -21,9 +21,9 @@ from jaxrl.models.transformer import (
     embed,
     fuse_projections,
     is_spec,
+    normalise,
     project_gate_up,
     project_qkv,
-    rms_norm,
 )
 
 LLAMA = TransformerConfig(
@@ -191,9 +191,9 @@ def test_the_norm_multiplies_by_its_scale_before_it_rounds():
     """
     config = dataclasses.replace(LLAMA, rms_norm_eps=0.0)
     x, scale = jnp.array([1, 3], jnp.bfloat16), jnp.full(2, 1.0625, jnp.bfloat16)
-    assert rms_norm(x, scale, config)[1] == 182 / 128
+    assert normalise(x, scale, config)[1] == 182 / 128
     unit = dataclasses.replace(config, unit_offset_norm=True)
-    assert rms_norm(x, scale - 1, unit)[1] == 182 / 128
+    assert normalise(x, scale - 1, unit)[1] == 182 / 128
 
 
 def test_embeddings_are_scaled_in_the_compute_dtype():

@@ -17,7 +17,7 @@ from jaxrl.models import hf
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import LoraConfig, attach, select_modules, trained, with_trained
-from jaxrl.models.transformer import abstract_params, forward, init_params, logical_axes, rms_norm
+from jaxrl.models.transformer import abstract_params, forward, init_params, logical_axes, normalise
 from jaxrl.parallel import Placement, batch_sharding, make_mesh, param_shardings, replicated
 from jaxrl.train import train
 from jaxrl.training.critic import critic_model, explained_variance
@@ -96,7 +96,7 @@ def test_a_value_is_the_heads_on_the_state_before_the_token():
     first = batch.tokens[:1, :9]
     alone = forward(MODEL, params, first, np.arange(9)[None], np.ones((1, 9), np.int32))
     head = params["value_head"][:, 0]
-    expected = rms_norm(alone[0, -1], params["final_norm"], MODEL) @ head
+    expected = normalise(alone[0, -1], params["final_norm"], MODEL) @ head
     assert values[0, 9] == pytest.approx(float(expected), abs=1e-5)
     assert abs(expected) > 1e-2
 

@@ -25,7 +25,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import token_log_probs
-from jaxrl.models.architecture import by_kind, layer_runs, layer_stacks
+from jaxrl.models.architecture import LayerFlags, by_kind, layer_flags, layer_runs, layer_stacks
 from jaxrl.models.attention import Segments, layer_views
 from jaxrl.models.experts import Routing
 from jaxrl.models.kernels.choice import REFERENCE
@@ -38,7 +38,6 @@ from jaxrl.models.transformer import (
     embed,
     fuse_projections,
     mixing,
-    sliding_flags,
     unembed,
 )
 from jaxrl.parallel.rules import Placement
@@ -329,9 +328,10 @@ def run_layers(
     new: list[Pages] = []
     routing: list[Routing] = []
     mix = mixing(config, routing, placement=placement, kernel=experts_kernel)
-    for layer, sliding in zip(params["layers"], sliding_flags(config), strict=True):
+    for layer, *flags in zip(params["layers"], *layer_flags(config), strict=True):
+        slides = bool(flags[0])
 
-        def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = bool(sliding)) -> Array:
+        def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = slides) -> Array:
             pages, out = write_and_attend(
                 *(config, cache.layers[len(new)], q, k, v, table, first, count),
                 sliding=sliding,
@@ -341,7 +341,7 @@ def run_layers(
             new.append(pages)
             return out
 
-        x = decoder_layer(config, layer, x, view(sliding), attend, placement, mix)
+        x = decoder_layer(config, layer, x, view(LayerFlags(*flags)), attend, placement, mix)
     routes = cache.routes
     if routes is not None:
         chosen = jnp.concatenate([of_layer.ids for of_layer in routing], axis=-1)

@@ -8,11 +8,16 @@ import math
 
 import jax
 
-from jaxrl.models.architecture import EXPERTS, TransformerConfig, layer_params, layer_stacks
+from jaxrl.models.architecture import (
+    EXPERTS,
+    TransformerConfig,
+    layer_flags,
+    layer_params,
+    layer_stacks,
+)
 from jaxrl.models.expert_exchange import GATHER, Exchange, exchange_of
 from jaxrl.models.kernels.context_attention import keys_received
 from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
-from jaxrl.models.transformer import sliding_flags
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.plan.phases import SAMPLING, Part, Phase
 from jaxrl.training.forward import CHUNK_LOGITS, CHUNK_TOKENS, CPU_CHUNK_TOKENS
@@ -56,7 +61,7 @@ def _intermediates(part: Part, rows: int, length: int, exchange: str) -> dict[st
     model, tokens = part.model, rows * length * part.dtype.itemsize
     tensor = part.placement.mesh.shape["tensor"]
     heads = model.head_dim / tensor
-    mlp = 3 * model.intermediate_size / tensor
+    mlp = (2 + model.gated_mlp) * model.intermediate_size / tensor
     if (e := model.experts) is not None:  # of the tokens that come from all devices
         routed = e.per_token * (3 * e.width / tensor + 2 * model.hidden_size)
         found = _exchange(part, rows * length, exchange)
@@ -138,7 +143,7 @@ def collectives(phase: Phase, remat: str, exchange: str = GATHER) -> dict[str, f
     if context > 1:  # keys and values in each layer; their gradient back
         key = 2 * model.num_kv_heads * model.head_dim / tensor * size
         times = passes[phase.kind] + (phase.kind == "gradient")
-        windows = [model.sliding_window if slides else None for slides in sliding_flags(model)]
+        windows = [model.sliding_window if slides else None for slides in layer_flags(model).slides]
         keys = sum(keys_received(length * context, context, window) for window in windows)
         sent["keys"] = times * rows * key * keys
     head = math.prod((model.vocab_size, model.hidden_size)) / tensor
