@@ -31,7 +31,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Mask], jax.Array]
 
 
 class View(NamedTuple):
-    """Hold what a layer knows of positions: mask; cos, sin [B, T, 1, h / 2]."""
+    """Hold what a layer knows of positions: mask; cos, sin [B, T, 1, r / 2] of r dims."""
 
     mask: Mask
     cos: jax.Array
@@ -45,8 +45,8 @@ def layer_views(
 
     mask [B, T, S] bool, or segments; positions [B, T] and key_positions [B or 1, S] int.
     """
-    c = config
-    full = View(mask, *rotary(positions, c.head_dim, c.rope_theta, c.rope_scaling))
+    c, turned = config, config.rotary_dim or config.head_dim
+    full = View(mask, *rotary(positions, turned, c.rope_theta, c.rope_scaling))
     if c.sliding_window is None:
         return lambda sliding: full
     if isinstance(mask, Segments):
@@ -55,7 +55,7 @@ def layer_views(
         near = mask & (positions[:, :, None] - key_positions[:, None, :] < c.sliding_window)
     local = full._replace(mask=near)
     if c.local_rope_theta is not None:
-        local = View(near, *rotary(positions, c.head_dim, c.local_rope_theta, None))
+        local = View(near, *rotary(positions, turned, c.local_rope_theta, None))
     return lambda sliding: jax.tree.map(functools.partial(jnp.where, sliding), local, full)
 
 

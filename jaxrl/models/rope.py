@@ -139,9 +139,10 @@ def rotary(
 
 @jax.custom_vjp
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turn queries or keys x [B, T, heads, h]; half-split layout of Hugging Face.
+    """Turn the first r dims of queries or keys x [B, T, heads, h] by cos, sin [B, T, 1, r / 2].
 
-    The angles are constants: their gradient is 0.
+    Dims i and i + r / 2 turn together, in Hugging Face's half-split layout. The angles are
+    constants: their gradient is 0.
     """
     return jax.lax.platform_dependent(x, cos, sin, tpu=_by_product, default=_by_halves)
 
@@ -166,8 +167,10 @@ rotate.defvjp(_rotate, _rotate_back)
 
 
 def _by_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    turned = 2 * cos.shape[-1]
+    x1, x2 = jnp.split(x[..., :turned].astype(jnp.float32), 2, axis=-1)
+    both = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    return both if turned == x.shape[-1] else jnp.concatenate([both, x[..., turned:]], axis=-1)
 
 
 def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -176,13 +179,9 @@ def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     For TPUs, whose registers have 128 lanes: halves of a head leave half of them empty, and cost
     more than the product. So does a roll by h / 2, which XLA cuts into the same halves.
     """
-    half = x.shape[-1] // 2
-    swap = np.block(
-        [
-            [np.zeros((half, half)), np.eye(half)],
-            [-np.eye(half), np.zeros((half, half))],
-        ]
-    )
+    width, half = x.shape[-1], cos.shape[-1]
+    swap = np.zeros((width, width))
+    swap[:half, half : 2 * half], swap[half : 2 * half, :half] = np.eye(half), -np.eye(half)
     crossed = jnp.einsum(
         "bthd,de->bthe",
         x,
@@ -190,7 +189,9 @@ def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
+    still = [(0, 0)] * (cos.ndim - 1) + [(0, width - 2 * half)]
     cos, sin = (jnp.concatenate([y, y], axis=-1) for y in (cos, sin))
+    cos, sin = jnp.pad(cos, still, constant_values=1), jnp.pad(sin, still)
     return (x.astype(jnp.float32) * cos + crossed * sin).astype(x.dtype)
 
 
