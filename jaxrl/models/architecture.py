@@ -194,12 +194,24 @@ class Period(NamedTuple):
         return sum(_size(run.in_model) for run in self.runs if kind in (None, run.kind))
 
 
+def layer_mixers(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the mixer of each layer, of `MIXERS`."""
+    return config.mixers or (SOFTMAX,) * config.num_layers
+
+
+def keeps_states(config: TransformerConfig) -> bool:
+    """Return whether a model has layers that keep a state in the place of keys and values."""
+    return any(mixer != SOFTMAX for mixer in layer_mixers(config))
+
+
 def layer_kinds(config: TransformerConfig) -> list[str]:
     """Return the kind of each layer, a key of `KINDS`."""
     names, experts = {kind: name for name, kind in KINDS.items()}, config.experts
-    mixers = config.mixers or (SOFTMAX,) * config.num_layers
     dense = range(config.num_layers) if experts is None else experts.dense_layers
-    return [names[Kind(mixer, DENSE if i in dense else EXPERTS)] for i, mixer in enumerate(mixers)]
+    return [
+        names[Kind(mixer, DENSE if i in dense else EXPERTS)]
+        for i, mixer in enumerate(layer_mixers(config))
+    ]
 
 
 def layer_stacks(config: TransformerConfig) -> tuple[Stack, ...]:
@@ -242,6 +254,39 @@ def layer_params(config: TransformerConfig, tokens: float = 1.0) -> float:
         mlp[EXPERTS] = c.hidden_size * (e.count + 3 * widths + e.shared_gate)
     kinds = [(KINDS[stack.kind], len(stack.layers)) for stack in layer_stacks(c)]
     return sum(number * (mixer[kind.mixer] + mlp[kind.mlp]) for kind, number in kinds)
+
+
+def attention_flops(config: TransformerConfig) -> int:
+    """Return the FLOPs of scores and values for a token and a position that it sees.
+
+    2 for q k^T and 2 for probs v, per head dim, in each layer that has attention.
+    """
+    return 4 * layers_with(config, SOFTMAX) * config.num_heads * config.head_dim
+
+
+def state_flops(config: TransformerConfig) -> int:
+    """Return the FLOPs by which a token reads, corrects and reads the states of the delta rule."""
+    net = config.delta_net
+    if net is None:
+        return 0
+    return 6 * layers_with(config, DELTA) * net.value_heads * net.key_dim * net.value_dim
+
+
+def position_elements(config: TransformerConfig) -> int:
+    """Return the numbers of a position in the cache: keys and values where there is attention."""
+    return 2 * layers_with(config, SOFTMAX) * config.num_kv_heads * config.head_dim
+
+
+def state_elements(config: TransformerConfig) -> int:
+    """Return the numbers of a row's states, in all layers that keep one."""
+    elements, net = 0, config.delta_net
+    if net is not None:
+        memory = net.value_heads * net.key_dim * net.value_dim
+        elements += layers_with(config, DELTA) * (memory + (net.window - 1) * net.channels)
+    if config.convolution is not None:
+        width = (config.convolution.window - 1) * config.hidden_size
+        elements += layers_with(config, CONVOLUTION) * width
+    return elements
 
 
 def by_kind(config: TransformerConfig, layers: Any) -> dict[str, Any]:

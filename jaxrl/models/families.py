@@ -16,6 +16,7 @@ from jaxrl.models.architecture import (
     DeltaNet,
     Experts,
     ShortConvolution,
+    layer_mixers,
 )
 from jaxrl.models.rope import RopeScaling, parse_scaling
 from jaxrl.models.transformer import ACTIVATIONS, TransformerConfig
@@ -507,9 +508,10 @@ def _other_layers(family: Family, values: Mapping[str, Any]) -> list[str]:
 def _written_mixers(family: Family, config: TransformerConfig) -> dict[str, Any]:
     if family.other is None:
         return {}
-    mixers = config.mixers or (SOFTMAX,) * config.num_layers
     written: dict[str, Any] = {
-        "layer_types": [FULL if mixer == SOFTMAX else family.other for mixer in mixers]
+        "layer_types": [
+            FULL if mixer == SOFTMAX else family.other for mixer in layer_mixers(config)
+        ]
     }
     if (convolution := config.convolution) is not None and family.other == CONV:
         written |= {"conv_L_cache": convolution.window, "conv_bias": convolution.bias}
