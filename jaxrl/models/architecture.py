@@ -37,6 +37,41 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Describe gated DeltaNet layers: linear attention whose state is corrected by the delta rule.
+
+    Each query and key head serves neighbouring value heads. Yang et al., Gated Delta Networks,
+    https://arxiv.org/abs/2412.06464.
+
+    Example: `DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, window=4)` is
+    Qwen3.5-9B's.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # tokens that the convolution of queries, keys and values sees
+    grouped: bool = False  # Qwen3-Next: one matrix has all that belongs to a key head
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """Describe gated short convolutions in the place of attention: LFM2's.
+
+    https://arxiv.org/abs/2511.23404.
+    """
+
+    window: int  # tokens
+    bias: bool = False  # of both projections and the convolution
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """Describe the architecture of a decoder: that of Llama, and what other families change.
 
@@ -84,6 +119,10 @@ class TransformerConfig:
     residual_multiplier: float = 1.0  # Granite: of what attention and MLP add
     logits_scaling: float = 1.0  # Granite: logits are divided by it
     names: str = "llama"  # of the tensors in a checkpoint, a key of `NAMES`
+    output_gate: bool = False  # Qwen3-Next: attention times a sigmoid of the token, by dim
+    mixers: tuple[str, ...] = ()  # one of `MIXERS` per layer; empty: all attention
+    delta_net: DeltaNet | None = None
+    convolution: ShortConvolution | None = None
 
 
 # Fields that checkpoints from before they existed do not have; `describe` leaves them out where
@@ -92,10 +131,24 @@ LATER_FIELDS = (
     *("experts", "pre_norms", "layer_norm", "gated_mlp", "rotary_dim", "rope_pairs"),
     *("rope_layers", "query_growth", "attention_scale", "embedding_multiplier"),
     *("residual_multiplier", "logits_scaling", "names"),
+    *("output_gate", "mixers", "delta_net", "convolution"),
 )
+SOFTMAX, DELTA, CONVOLUTION = MIXERS = ("attention", "delta", "convolution")
+DENSE, EXPERTS = "dense", "experts"  # what a layer has behind its mixer
 
 
-DENSE, EXPERTS = KINDS = ("dense", "experts")  # of layers
+class Kind(NamedTuple):
+    """Say what layers of one kind are made of."""
+
+    mixer: str
+    mlp: str
+
+
+KINDS = {  # of layers
+    mlp if mixer == SOFTMAX else f"{mixer}_{mlp}": Kind(mixer, mlp)
+    for mixer in MIXERS
+    for mlp in (DENSE, EXPERTS)
+}
 
 
 class Stack(NamedTuple):
@@ -111,6 +164,67 @@ class LayerRun(NamedTuple):
     kind: str
     in_stack: slice
     in_model: slice
+    in_routes: slice  # among the layers with experts
+
+
+class Period(NamedTuple):
+    """Name runs that the model has several times, one after the other.
+
+    Attributes:
+        runs: of the first time.
+        times: how often.
+    """
+
+    runs: tuple[LayerRun, ...]
+    times: int
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """Return where it begins in the stack of each of its kinds."""
+        return {run.kind: run.in_stack.start for run in reversed(self.runs)}
+
+    @property
+    def from_its_start(self) -> list[LayerRun]:
+        """Return its runs as they lie in itself."""
+        first, starts = self.runs[0], self.starts
+        return [
+            LayerRun(
+                run.kind,
+                _moved(run.in_stack, starts[run.kind]),
+                _moved(run.in_model, first.in_model.start),
+                _moved(run.in_routes, first.in_routes.start),
+            )
+            for run in self.runs
+        ]
+
+    @property
+    def routed(self) -> int:
+        """Return how many layers with experts it has each time."""
+        return sum(_size(run.in_routes) for run in self.runs)
+
+    def layers(self, kind: str | None = None) -> int:
+        """Return how many layers it has each time, of a kind or of all."""
+        return sum(_size(run.in_model) for run in self.runs if kind in (None, run.kind))
+
+
+def layer_mixers(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the mixer of each layer, of `MIXERS`."""
+    return config.mixers or (SOFTMAX,) * config.num_layers
+
+
+def keeps_states(config: TransformerConfig) -> bool:
+    """Return whether a model has layers that keep a state in the place of keys and values."""
+    return any(mixer != SOFTMAX for mixer in layer_mixers(config))
+
+
+def layer_kinds(config: TransformerConfig) -> list[str]:
+    """Return the kind of each layer, a key of `KINDS`."""
+    names, experts = {kind: name for name, kind in KINDS.items()}, config.experts
+    dense = range(config.num_layers) if experts is None else experts.dense_layers
+    return [
+        names[Kind(mixer, DENSE if i in dense else EXPERTS)]
+        for i, mixer in enumerate(layer_mixers(config))
+    ]
 
 
 class LayerFlags(NamedTuple):
@@ -135,16 +249,20 @@ def layer_flags(config: TransformerConfig) -> LayerFlags:
 
 def layer_stacks(config: TransformerConfig) -> tuple[Stack, ...]:
     """Return the stacks of a model: one for each kind of layer that it has."""
-    experts, layers = config.experts, range(config.num_layers)
-    dense = tuple(i for i in layers if experts is None or i in experts.dense_layers)
-    rest = tuple(i for i in layers if i not in dense)
-    return tuple(stack for stack in (Stack(DENSE, dense), Stack(EXPERTS, rest)) if stack.layers)
+    kinds = layer_kinds(config)
+    stacks = (Stack(kind, tuple(i for i, k in enumerate(kinds) if k == kind)) for kind in KINDS)
+    return tuple(stack for stack in stacks if stack.layers)
+
+
+def layers_with(config: TransformerConfig, part: str) -> int:
+    """Count the layers that have a mixer of `MIXERS`, or an MLP that is `DENSE` or `EXPERTS`."""
+    return sum(part in KINDS[kind] for kind in layer_kinds(config))
 
 
 def routes_shape(config: TransformerConfig) -> tuple[int, int]:
     """Return (Lx, k): the layers with experts, and the experts of a token in each."""
     assert config.experts is not None
-    return len(dict(layer_stacks(config))[EXPERTS]), config.experts.per_token
+    return layers_with(config, EXPERTS), config.experts.per_token
 
 
 def layer_params(config: TransformerConfig, tokens: float = 1.0) -> float:
@@ -154,13 +272,54 @@ def layer_params(config: TransformerConfig, tokens: float = 1.0) -> float:
     of infinitely many tokens they are all.
     """
     c = config
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    queries = (2 + c.output_gate) * c.num_heads
+    mixer = {SOFTMAX: c.hidden_size * c.head_dim * (queries + 2 * c.num_kv_heads)}
+    if (n := c.delta_net) is not None:
+        values = n.value_heads * n.value_dim
+        widths = n.channels + 2 * values + 2 * n.value_heads  # also of the gate, and the output
+        mixer[DELTA] = c.hidden_size * widths + n.channels * n.window
+    if (convolution := c.convolution) is not None:
+        mixer[CONVOLUTION] = c.hidden_size * (4 * c.hidden_size + convolution.window)
     mlp = {DENSE: (2 + c.gated_mlp) * c.hidden_size * c.intermediate_size}
     if (e := c.experts) is not None:
         used = e.count * (1 - (1 - e.per_token / e.count) ** tokens)
         widths = used * e.width + (e.shared_width or 0)
         mlp[EXPERTS] = c.hidden_size * (e.count + 3 * widths + e.shared_gate)
-    return sum(len(stack.layers) * (attention + mlp[stack.kind]) for stack in layer_stacks(c))
+    kinds = [(KINDS[stack.kind], len(stack.layers)) for stack in layer_stacks(c)]
+    return sum(number * (mixer[kind.mixer] + mlp[kind.mlp]) for kind, number in kinds)
+
+
+def attention_flops(config: TransformerConfig) -> int:
+    """Return the FLOPs of scores and values for a token and a position that it sees.
+
+    2 for q k^T and 2 for probs v, per head dim, in each layer that has attention.
+    """
+    return 4 * layers_with(config, SOFTMAX) * config.num_heads * config.head_dim
+
+
+def state_flops(config: TransformerConfig) -> int:
+    """Return the FLOPs by which a token reads, corrects and reads the states of the delta rule."""
+    net = config.delta_net
+    if net is None:
+        return 0
+    return 6 * layers_with(config, DELTA) * net.value_heads * net.key_dim * net.value_dim
+
+
+def position_elements(config: TransformerConfig) -> int:
+    """Return the numbers of a position in the cache: keys and values where there is attention."""
+    return 2 * layers_with(config, SOFTMAX) * config.num_kv_heads * config.head_dim
+
+
+def state_elements(config: TransformerConfig) -> int:
+    """Return the numbers of a row's states, in all layers that keep one."""
+    elements, net = 0, config.delta_net
+    if net is not None:
+        memory = net.value_heads * net.key_dim * net.value_dim
+        elements += layers_with(config, DELTA) * (memory + (net.window - 1) * net.channels)
+    if config.convolution is not None:
+        width = (config.convolution.window - 1) * config.hidden_size
+        elements += layers_with(config, CONVOLUTION) * width
+    return elements
 
 
 def by_kind(config: TransformerConfig, layers: Any) -> dict[str, Any]:
@@ -179,10 +338,44 @@ def joined(stacks: dict[str, Any]) -> Any:
 
 def layer_runs(config: TransformerConfig) -> list[LayerRun]:
     """Return the runs of a model from its first layer to its last."""
-    place = {i: (s.kind, n) for s in layer_stacks(config) for n, i in enumerate(s.layers)}
-    runs = []
-    for kind, group in groupby(range(config.num_layers), lambda i: place[i][0]):
-        first, *rest = group
-        begin, length = place[first][1], 1 + len(rest)
-        runs.append(LayerRun(kind, slice(begin, begin + length), slice(first, first + length)))
+    runs: list[LayerRun] = []
+    of_kind, layer, routed = dict.fromkeys(KINDS, 0), 0, 0
+    for kind, group in groupby(layer_kinds(config)):
+        size = len(list(group))
+        experts = size if KINDS[kind].mlp == EXPERTS else 0
+        begins = of_kind[kind], layer, routed
+        sizes = size, size, experts
+        slices = (slice(at, at + n) for at, n in zip(begins, sizes, strict=True))
+        runs.append(LayerRun(kind, *slices))
+        of_kind[kind], layer, routed = of_kind[kind] + size, layer + size, routed + experts
     return runs
+
+
+def layer_periods(config: TransformerConfig) -> list[Period]:
+    """Return the runs of a model as they repeat.
+
+    Three layers of one kind and one of another, twelve times, are one period; a run that does not
+    repeat is one, once.
+    """
+    left, periods = layer_runs(config), []
+    while left:
+        shapes = [(run.kind, _size(run.in_model)) for run in left]
+        for length in range(1, len(left) // 2 + 1):
+            times = 1
+            while shapes[times * length :][:length] == shapes[:length]:
+                times += 1
+            if times > 1:
+                break
+        else:
+            length = times = 1
+        periods.append(Period(tuple(left[:length]), times))
+        left = left[times * length :]
+    return periods
+
+
+def _size(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _moved(part: slice, start: int) -> slice:
+    return slice(part.start - start, part.stop - start)

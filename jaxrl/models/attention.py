@@ -31,7 +31,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Mask], jax.Array]
 
 
 class View(NamedTuple):
-    """Hold what a layer knows of positions: mask; cos, sin [B, T, 1, h / 2].
+    """Hold what a layer knows of positions: mask; cos, sin [B, T, 1, r / 2] of r dims.
 
     `growth` [B, T, 1, 1] is the factor of queries, of a model that has `query_growth`.
     """

@@ -9,7 +9,15 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxrl.models.architecture import Experts
+from jaxrl.models.architecture import (
+    CONVOLUTION,
+    DELTA,
+    SOFTMAX,
+    DeltaNet,
+    Experts,
+    ShortConvolution,
+    layer_mixers,
+)
 from jaxrl.models.rope import QueryGrowth, RopeScaling, parse_scaling
 from jaxrl.models.transformer import ACTIVATIONS, TransformerConfig
 
@@ -38,6 +46,7 @@ SUPPORTED_VALUES = {
     "use_bidirectional_attention": False,
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR, CONV = "linear_attention", "conv"
 
 
 class Family(NamedTuple):
@@ -49,7 +58,8 @@ class Family(NamedTuple):
     `experts` are the fields of `Experts` in config.json, ours -> theirs; `expert_features` hold for
     all models. `plain` are fields of this family alone, ours -> theirs, with the same values.
     `turns(config, i, slides)` is whether layer i, which slides or not, has rotary positions; None:
-    all have.
+    all have. `other` is what layer_types calls the layers that have no attention, `LINEAR` or
+    `CONV`; None: all have.
     """
 
     architecture: str
@@ -60,6 +70,7 @@ class Family(NamedTuple):
     expert_features: Mapping[str, Any] = {}
     plain: Mapping[str, str] = {}
     turns: Callable[[Mapping[str, Any], int, bool], bool] | None = None
+    other: str | None = None
 
 
 DEFAULTS: dict[str, Any] = {
@@ -77,7 +88,11 @@ DEFAULTS: dict[str, Any] = {
     "layer_types": None,
     **SUPPORTED_VALUES,
 }
-ALIASES = {"num_local_experts": "num_experts"}  # in a config.json that transformers 5 wrote
+ALIASES = {
+    "num_local_experts": "num_experts",  # in a config.json that transformers 5 wrote
+    "block_ff_dim": "intermediate_size",  # LFM2
+    "tie_embedding": "tie_word_embeddings",
+}
 _QWEN = {
     "num_key_value_heads": 32,
     "use_sliding_window": False,
@@ -246,6 +261,57 @@ def _exaone4_slides(c: Mapping[str, Any], layer: int) -> bool:
     return (layer + 1) % pattern != 0
 
 
+_DELTA_NET = {  # ours -> Hugging Face
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "window": "linear_conv_kernel_dim",
+}
+_QWEN3_5 = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_5_FEATURES = {"qk_norm": True, "unit_offset_norm": True, "output_gate": True}
+_QWEN3_5_MOE = _QWEN3_5 | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 0,  # no layer has an MLP
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_QWEN3_NEXT = (
+    _QWEN3_5_MOE
+    | _DENSE_LAYERS
+    | {
+        "intermediate_size": 5632,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    }
+)
+_LFM2 = {
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "full_attn_idxs": None,
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+}
+
+
 def _qwen_slides(c: Mapping[str, Any], layer: int) -> bool:
     return c["use_sliding_window"] and c["sliding_window"] and layer >= c["max_window_layers"]
 
@@ -374,14 +440,40 @@ FAMILIES = {
     "helium": Family(
         "HeliumForCausalLM", _HELIUM, {"rope_pairs": True, "attention_output_bias": False}
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _QWEN3_NEXT,
+        _QWEN3_5_FEATURES,
+        None,
+        _EXPERTS | {"shared_width": "shared_expert_intermediate_size"},
+        {"shared_gate": True},
+        LINEAR,
+    ),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", _QWEN3_5, _QWEN3_5_FEATURES, None, other=LINEAR),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        _QWEN3_5_MOE,
+        _QWEN3_5_FEATURES,
+        None,
+        {k: x for k, x in _EXPERTS.items() if k != "normalise"}
+        | {"shared_width": "shared_expert_intermediate_size"},
+        {"normalise": True, "shared_gate": True},
+        LINEAR,
+    ),
+    "lfm2": Family("Lfm2ForCausalLM", _LFM2, {"qk_norm": True}, None, other=CONV),
 }
 # all layers slide or none, whatever layer_types say
 ONE_KIND = ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3")
 OWN_WINDOW = (*ONE_KIND, "exaone4", "smollm3")  # where sliding_window null means something
 # Models of text and pictures, whose text part is read -> its model type if config.json has none.
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 # transformers wants hidden_size % heads == 0
-WHOLE_HEADS = ("llama", "gemma2", "gemma3_text", "qwen2_moe", "olmoe")
+WHOLE_HEADS = ("llama", "gemma2", "gemma3_text", "qwen2_moe", "olmoe", "lfm2")
 
 
 def config_from_hf(
@@ -406,7 +498,9 @@ def config_from_hf(
         for given in (hf_config, overrides)
     )
     if (outer := hf_config.get("model_type")) in MULTIMODAL:
-        hf_config = {"model_type": MULTIMODAL[outer], **(hf_config.get("text_config") or {})}
+        tied = {k: x for k, x in hf_config.items() if k == "tie_word_embeddings"}
+        text = hf_config.get("text_config") or {}
+        hf_config = {"model_type": MULTIMODAL[outer], **tied, **text}
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise _unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
@@ -470,6 +564,7 @@ def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
         "rope_layers": () if all(turns) else turns,
         **{ours: values[theirs] for ours, theirs in (SIZES | _plain(family)).items()},
         **windows,
+        **_mixers(family, values),
         **family.features,
     }
     return TransformerConfig(**fields, **_rope(family, values, width, any(slides)))
@@ -491,6 +586,7 @@ def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
         **_written_experts(family, c),
         **_written_windows(model_type, c),
         **_written_rope(family, c),
+        **_written_mixers(family, c),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -541,6 +637,56 @@ def _written_experts(family: Family, config: TransformerConfig) -> dict[str, Any
     return written
 
 
+def _mixers(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a family has beside attention."""
+    if family.other is None:
+        return {}
+    kinds = values["layer_types"] or _other_layers(family, values)
+    mixer = {LINEAR: DELTA, CONV: CONVOLUTION}[family.other]
+    found: dict[str, Any] = {
+        "mixers": tuple(mixer if kind == family.other else SOFTMAX for kind in kinds)
+    }
+    if family.other == CONV:
+        found["rms_norm_eps"] = values["norm_eps"]
+        found["convolution"] = ShortConvolution(values["conv_L_cache"], values["conv_bias"])
+        if values["block_auto_adjust_ff_dim"]:
+            multiple, factor = values["block_multiple_of"], values["block_ffn_dim_multiplier"] or 1
+            width = int(factor * int(2 * values["intermediate_size"] / 3))
+            found["intermediate_size"] = -(-width // multiple) * multiple
+        return found
+    net = {ours: values[theirs] for ours, theirs in _DELTA_NET.items()}
+    if net["value_heads"] % net["key_heads"]:
+        name = _DELTA_NET["value_heads"]
+        raise _unsupported(name, net["value_heads"], f"a multiple of {net['key_heads']} key heads")
+    return found | {"delta_net": DeltaNet(**net, grouped="norm_topk_prob" in family.defaults)}
+
+
+def _other_layers(family: Family, values: Mapping[str, Any]) -> list[str]:
+    """Return the layer_types of a config.json that has none."""
+    layers = range(values["num_hidden_layers"])
+    if family.other == CONV:
+        alone = values["full_attn_idxs"]
+        return [FULL if alone is None or i in alone else CONV for i in layers]
+    interval = values["full_attention_interval"]
+    return [LINEAR if (i + 1) % interval else FULL for i in layers]
+
+
+def _written_mixers(family: Family, config: TransformerConfig) -> dict[str, Any]:
+    if family.other is None:
+        return {}
+    written: dict[str, Any] = {
+        "layer_types": [
+            FULL if mixer == SOFTMAX else family.other for mixer in layer_mixers(config)
+        ]
+    }
+    if (convolution := config.convolution) is not None and family.other == CONV:
+        written |= {"conv_L_cache": convolution.window, "conv_bias": convolution.bias}
+        return written | {"block_auto_adjust_ff_dim": False, "norm_eps": config.rms_norm_eps}
+    if (net := config.delta_net) is not None and family.other == LINEAR:
+        written |= {theirs: getattr(net, ours) for ours, theirs in _DELTA_NET.items()}
+    return written
+
+
 def _sliding(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return sliding_window and sliding_layers of a config.json."""
     slides, layers = FAMILIES[model_type].slides, range(values["num_hidden_layers"])
@@ -548,6 +694,8 @@ def _sliding(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if kinds is None:
         kinds = [SLIDING if slides and slides(values, i) else FULL for i in layers]
     allowed = {FULL, SLIDING} if slides else {FULL}
+    if (other := FAMILIES[model_type].other) is not None:
+        allowed.add(other)
     if len(kinds) != len(layers) or set(kinds) - allowed:
         needed = f"{' or '.join(map(repr, sorted(allowed)))} for each of {len(layers)} layers"
         raise _unsupported("layer_types", kinds, needed)
@@ -615,6 +763,9 @@ def _apart_from_rope(
         share = rope.pop("partial_rotary_factor", values["partial_rotary_factor"])
         turned = int(head_dim * share)
         fields["rotary_dim"] = None if turned == head_dim else turned
+    if family.other == LINEAR:
+        for of_images in ("mrope_section", "mrope_interleaved"):
+            rope.pop(of_images, None)
     if "original_max_position_embeddings" in family.defaults:  # Phi-3, which had other names first
         if rope.get("rope_type", rope.get("type")) in ("su", "yarn", "longrope"):
             original = values["original_max_position_embeddings"]

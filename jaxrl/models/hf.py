@@ -48,13 +48,14 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # What a model folder needs; subfolders and "consolidated" files repeat the weights in other forms.
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]
-# Where a multimodal Gemma 3 keeps its text model (transformers 4, 5), and the rest of it.
+# Where a multimodal model keeps its text model (transformers 4, 5), and the rest of it.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-NOT_TEXT = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+# The tokens after the next, which "mtp" predicts, are no part of the forward either.
+NOT_TEXT = re.compile(r"((model\.)?(vision_tower|multi_modal_projector|visual)|mtp)\.")
 
 
 class ModelError(ValueError):

@@ -6,7 +6,7 @@ import warnings
 import jax
 
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.architecture import DENSE, layer_stacks
+from jaxrl.models.architecture import DENSE, keeps_states, layers_with
 from jaxrl.models.lora import LoraConfig
 from jaxrl.models.transformer import Params, TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import Placement, ShardingRules, param_shardings
@@ -25,7 +25,8 @@ def place_model(
 
     Raises:
         ValueError: the tensor axis does not divide the heads or the MLP width of the model, or the
-            expert axis the experts; or the model is a flax module, which has no axes to split.
+            expert axis the experts; the context axis splits rows of a model that keeps states; or
+            the model is a flax module, which has no axes to split.
     """
     placement = Placement(mesh, rules)
     parts = placement.size(placement.rules.embed)
@@ -35,6 +36,12 @@ def place_model(
             f"{model.hidden_size}, so each holds all of its weights; split over fewer with fsdp, "
             "and over the rest with data",
             stacklevel=2,
+        )
+    apart = placement.size(placement.rules.seq)
+    if apart > 1 and isinstance(model, TransformerConfig) and keeps_states(model):
+        raise ValueError(
+            f"trainer.{role}.mesh.context={apart}: the model has layers whose state goes from "
+            "token to token, so its rows are not spread over devices; set it to 1"
         )
     by_rule = _sizes_to_split(model)
     for rule, sizes in by_rule.items():
@@ -63,14 +70,18 @@ def _sizes_to_split(model: TransformerConfig | AdaptedModel) -> dict[str, dict[s
     if isinstance(model, AdaptedModel):
         return {"heads": {}, "experts": {}}
     experts, widths = model.experts, {}
-    if any(stack.kind == DENSE for stack in layer_stacks(model)):
+    if layers_with(model, DENSE):
         widths["intermediate_size"] = model.intermediate_size
     if experts is not None:
         widths["experts.width"] = experts.width
     if experts is not None and experts.shared_width is not None:
         widths["experts.shared_width"] = experts.shared_width
+    heads = {"num_heads": model.num_heads}
+    if (net := model.delta_net) is not None:
+        heads["linear_num_key_heads"] = net.key_heads
+        heads["linear_num_value_heads"] = net.value_heads
     return {
-        "heads": {"num_heads": model.num_heads},
+        "heads": heads,
         "mlp": widths,
         "experts": {} if experts is None else {"experts.count": experts.count},
     }

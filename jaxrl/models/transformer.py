@@ -14,7 +14,7 @@ what they do for a flax module (`forward_of_adapted`, ...), `lora.py` what they 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,15 +23,24 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.architecture import (
+    CONVOLUTION,
+    DELTA,
     DENSE,
     EXPERTS,
+    KINDS,
     LATER_FIELDS,
+    SOFTMAX,
+    DeltaNet,
     Experts,
     LayerFlags,
+    LayerRun,
+    Period,
+    ShortConvolution,
     TransformerConfig,
     by_kind,
     joined,
     layer_flags,
+    layer_periods,
     layer_runs,
     layer_stacks,
 )
@@ -49,6 +58,12 @@ from jaxrl.models.linear import (
     merge,
     project,
     rounded,
+)
+from jaxrl.models.recurrence import (
+    Recurrence,
+    gated_delta_net,
+    packed_recurrence,
+    short_convolution,
 )
 from jaxrl.models.remat import ATTENTION, LAYER_INPUT, recompute
 from jaxrl.models.rope import rotate
@@ -70,7 +85,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class ParamSpec(NamedTuple):
-    """Describe one parameter: shape and logical axes; `init` is "normal", "ones" or "zeros"."""
+    """Describe one parameter: shape and logical axes, and how it is drawn.
+
+    `init` is "normal", "ones", "zeros", or "rate": the logarithm of uniform(0.01, 16).
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -92,15 +110,18 @@ def param_specs(config: TransformerConfig) -> Params:
     norm = ParamSpec((d,), ("norm",), scale)
     if c.layer_norm:  # of scale and bias
         norm = ParamSpec((2, d), (None, "norm"), "zeros")
+    norms = {"attn_norm": norm, "mlp_norm": norm} if c.pre_norms else {}
+    if c.post_norms:
+        norms |= {"attn_post_norm": norm, "mlp_post_norm": norm}
+    queries = 2 * heads if c.output_gate else heads  # of each head the query, then the gate
     attention = {
-        "attn_norm": norm,
-        "wq": ParamSpec((d, heads, hd), ("embed", "heads", "head_dim")),
+        "wq": ParamSpec((d, queries, hd), ("embed", "heads", "head_dim")),
         "wk": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
         "wv": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
         "wo": ParamSpec((heads, hd, d), ("heads", "head_dim", "embed")),
     }
     if c.attention_bias:
-        attention["bq"] = ParamSpec((heads, hd), ("heads", "head_dim"), "zeros")
+        attention["bq"] = ParamSpec((queries, hd), ("heads", "head_dim"), "zeros")
         attention["bk"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
         attention["bv"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
     if c.attention_output_bias:
@@ -111,11 +132,11 @@ def param_specs(config: TransformerConfig) -> Params:
     elif c.qk_norm:
         attention["q_norm"] = ParamSpec((hd,), ("norm",), scale)
         attention["k_norm"] = ParamSpec((hd,), ("norm",), scale)
-    norms = {"mlp_norm": norm}
-    if c.post_norms:
-        norms |= {"attn_post_norm": norm, "mlp_post_norm": norm}
-    if not c.pre_norms:
-        del attention["attn_norm"], norms["mlp_norm"]
+    mixers = {SOFTMAX: attention}
+    if c.delta_net is not None:
+        mixers[DELTA] = _delta_net(c.delta_net, d)
+    if c.convolution is not None:
+        mixers[CONVOLUTION] = _convolution(c.convolution, d)
     mlps = {DENSE: _mlp("w", d, ff)}
     if not c.gated_mlp:
         del mlps[DENSE]["w_gate"]
@@ -124,7 +145,7 @@ def param_specs(config: TransformerConfig) -> Params:
     stacks = {
         kind: {
             name: ParamSpec((len(numbers), *spec.shape), ("layers", *spec.axes), spec.init)
-            for name, spec in (attention | norms | mlps[kind]).items()
+            for name, spec in (norms | mixers[KINDS[kind].mixer] | mlps[KINDS[kind].mlp]).items()
         }
         for kind, numbers in layer_stacks(c)
     }
@@ -146,6 +167,44 @@ def _mlp(name: str, d: int, ff: int) -> Params:
         f"{name}_up": ParamSpec((d, ff), ("embed", "mlp")),
         f"{name}_down": ParamSpec((ff, d), ("mlp", "embed")),
     }
+
+
+def _delta_net(net: DeltaNet, d: int) -> Params:
+    keys, values, width = net.key_heads, net.value_heads, net.value_dim
+    group = values // keys
+    if net.grouped:
+        wide = 2 * net.key_dim + 2 * group * width
+        inputs = {
+            "delta_qkvz": ParamSpec((d, keys, wide), ("embed", "kv_heads", "head_dim")),
+            "delta_ba": ParamSpec((d, keys, 2 * group), ("embed", "kv_heads", "head_dim")),
+        }
+    else:
+        inputs = {
+            "delta_qkv": ParamSpec((d, net.channels), ("embed", None)),
+            "delta_gate": ParamSpec((d, values, width), ("embed", "heads", "head_dim")),
+            "delta_strength": ParamSpec((d, values), ("embed", "heads")),
+            "delta_decay": ParamSpec((d, values), ("embed", "heads")),
+        }
+    return inputs | {
+        "delta_kernel": ParamSpec((net.channels, net.window), (None, None)),
+        "delta_rate": ParamSpec((values,), ("heads",), "rate"),
+        "delta_bias": ParamSpec((values,), ("heads",), "ones"),
+        "delta_norm": ParamSpec((width,), ("norm",), "ones"),
+        "delta_out": ParamSpec((values, width, d), ("heads", "head_dim", "embed")),
+    }
+
+
+def _convolution(convolution: ShortConvolution, d: int) -> Params:
+    specs = {
+        "conv_in": ParamSpec((d, 3 * d), ("embed", None)),
+        "conv_kernel": ParamSpec((d, convolution.window), (None, None)),
+        "conv_out": ParamSpec((d, d), (None, "embed")),
+    }
+    if convolution.bias:
+        specs["conv_in_bias"] = ParamSpec((3 * d,), (None,), "zeros")
+        specs["conv_kernel_bias"] = ParamSpec((d,), (None,), "zeros")
+        specs["conv_out_bias"] = ParamSpec((d,), ("embed",), "zeros")
+    return specs
 
 
 def _experts(experts: Experts, d: int) -> Params:
@@ -180,7 +239,7 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
     known = dataclasses.asdict(config)
     if config.rope_scaling is not None and config.rope_scaling.short_factor is None:
         del known["rope_scaling"]["short_factor"], known["rope_scaling"]["long_factor"]
-    return {k: x for k, x in known.items() if k not in absent or x != absent[k]}
+    return {k: x for k, x in known.items() if k not in absent or getattr(config, k) != absent[k]}
 
 
 @functools.singledispatch
@@ -224,6 +283,9 @@ def draw(spec: ParamSpec, rng_path: tuple[int, int], initializer_range: float) -
     constant = {"ones": np.ones, "zeros": np.zeros}
     if spec.init in constant:
         return constant[spec.init](spec.shape, np.float32)
+    if spec.init == "rate":
+        drawn = np.random.default_rng(rng_path).uniform(0.01, 16, spec.shape)
+        return np.log(drawn).astype(np.float32)
     normal = np.random.default_rng(rng_path).standard_normal(spec.shape, np.float32)
     deviation = initializer_range if spec.deviation is None else spec.deviation
     return np.float32(deviation) * normal
@@ -253,6 +315,39 @@ FUSED = {
     "bqkv": (("bq", "bk", "bv"), 0),
     "w_gate_up": (("w_gate", "w_up"), 1),
 }
+
+
+class Layers(NamedTuple):
+    """Hold the layers of a model, or of a part of it.
+
+    Attributes:
+        stacks: parameters of each kind, a leading dim of its layers in each array.
+        flags: of each layer, see `layer_flags`.
+        replay: [Lx, B, T, k] experts of each token, or None.
+    """
+
+    stacks: Mapping[str, Params]
+    flags: LayerFlags
+    replay: jax.Array | None
+
+    def of_period(self, period: Period) -> "Layers":
+        """Return the layers of a period; every array has a leading dim of its times."""
+
+        def cut(x: jax.Array, start: int, size: int) -> jax.Array:
+            part = x[start : start + period.times * size]
+            return part.reshape(period.times, size, *x.shape[1:])
+
+        first, replay = period.runs[0], self.replay
+        stacks = {
+            kind: jax.tree.map(functools.partial(cut, start=start, size=period.layers(kind)), stack)
+            for kind, start in period.starts.items()
+            for stack in [self.stacks[kind]]
+        }
+        if replay is not None:
+            replay = cut(replay, first.in_routes.start, period.routed)
+        begin, each = first.in_model.start, period.layers()
+        flags = jax.tree.map(functools.partial(cut, start=begin, size=each), self.flags)
+        return Layers(stacks, flags, replay)
 
 
 def fuse_projections(layer: Params, shards: int = 1) -> Params:
@@ -291,12 +386,16 @@ def unfuse(x: jax.Array, widths: Sequence[int], shards: int) -> list[jax.Array]:
 def project_qkv(
     config: TransformerConfig, weights: Params, y: jax.Array, shards: int = 1
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute queries [B, T, H, h], keys and values [B, T, K, h]; the weights may be fused."""
+    """Compute queries [B, T, H, h], keys and values [B, T, K, h]; the weights may be fused.
+
+    With `output_gate` a gate follows the query of each head: [B, T, 2 H, h].
+    """
     if "wqkv" in weights:
         qkv = project(y, weights["wqkv"])
         if config.attention_bias:
             qkv = add_bias(qkv, weights["bqkv"])
-        q, k, v = unfuse(qkv, (config.num_heads, *(config.num_kv_heads,) * 2), shards)
+        queries = config.num_heads * (2 if config.output_gate else 1)
+        q, k, v = unfuse(qkv, (queries, *(config.num_kv_heads,) * 2), shards)
         return q, k, v
     q, k, v = (project(y, weights[name]) for name in ("wq", "wk", "wv"))
     if config.attention_bias:
@@ -356,12 +455,14 @@ def decoder_layer(
     attend: Attend,
     placement: Placement | None = None,
     mix: Mix | None = None,
+    recurrence: Recurrence | None = None,
 ) -> jax.Array:
     """Run one block; `attend` decides which keys there are.
 
     attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask and returns
     [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
-    `placement`. mix(weights, y) is what a layer with experts has for an MLP, see `expert_mlp`.
+    `placement`. mix(weights, y) is what a layer with experts has for an MLP, see `expert_mlp`; a
+    layer that keeps a state in the place of keys and values goes by `recurrence`.
     """
     x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
 
@@ -381,19 +482,35 @@ def decoder_layer(
     def spread(y: jax.Array, *names: str | None) -> jax.Array:
         return constrain(y, ("batch", "seq", *names), placement)
 
-    with jax.named_scope("attention"):
-        y = normed(x, "attn_norm") if config.pre_norms else x
+    def attention(y: jax.Array) -> jax.Array:
         q, k, v = project_qkv(config, layer, y, shards)
         q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
+        gate = None
+        if config.output_gate:
+            q, gate = jnp.split(q.reshape(*y.shape[:2], config.num_heads, -1), 2, axis=-1)
         if config.qk_norm:
             q, k = of_heads(q, "q_norm"), of_heads(k, "k_norm")
         q, k = (rotate(x, view.cos, view.sin, config.rope_pairs) for x in (q, k))
         if view.growth is not None:
             q = q * view.growth.astype(q.dtype)
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
-        out = spread(project(checkpoint_name(out, ATTENTION), layer["wo"], contract=2), None)
-        if config.attention_output_bias:
-            out = add_bias(out, layer["bo"])
+        out = checkpoint_name(out, ATTENTION)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
+        out = spread(project(out, layer["wo"], contract=2), None)
+        return add_bias(out, layer["bo"]) if config.attention_output_bias else out
+
+    def mixed(y: jax.Array) -> jax.Array:
+        if "delta_out" in layer:
+            assert recurrence is not None
+            return spread(gated_delta_net(config, layer, y, recurrence, spread, shards), None)
+        if "conv_out" in layer:
+            assert recurrence is not None
+            return spread(short_convolution(config, layer, y, recurrence), None)
+        return attention(y)
+
+    with jax.named_scope("attention"):
+        out = mixed(normed(x, "attn_norm") if config.pre_norms else x)
         x = add(x, out, "attn_post_norm")
     with jax.named_scope("mlp"):
         y = normed(x, "mlp_norm") if config.pre_norms else x
@@ -516,6 +633,8 @@ def routed_forward(
     view = layer_views(config, mask, positions, positions)
     attend = functools.partial(attend, config)
 
+    recurrence = packed_recurrence(segment_ids)
+
     def body(
         kind: str, x: jax.Array, layer: tuple[Params, LayerFlags, jax.Array | None]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -526,23 +645,45 @@ def routed_forward(
         whole = {
             name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }
-        x = decoder_layer(config, whole, x, view(flags), attend, placement, mix)
+        x = decoder_layer(config, whole, x, view(flags), attend, placement, mix, recurrence)
         return x, tuple(map(observe, routing))
 
     bodies = {kind: recompute(functools.partial(body, kind), remat) for kind in axes}
-    x, stored = embed(config, params, tokens, dtype, placement), by_kind(config, params["layers"])
+    whole_model = config.num_layers <= MAX_UNROLLED_LAYERS
+
+    def go(x: jax.Array, part: Layers, runs: Sequence[LayerRun]) -> tuple[jax.Array, Any]:
+        """Go through the layers of some runs; return what was observed, [their Lx, ...] or None."""
+        observed: list[Any] = []
+        for run in runs:
+            layers = jax.tree.map(lambda w, run=run: w[run.in_stack], part.stacks[run.kind])
+            routed = part.replay is not None and KINDS[run.kind].mlp == EXPERTS
+            chosen = part.replay[run.in_routes] if routed else None
+            flags = jax.tree.map(lambda flag, run=run: flag[run.in_model], part.flags)
+            x, seen = jax.lax.scan(
+                bodies[run.kind],
+                x,
+                (layers, flags, chosen),
+                unroll=len(flags.slides) if whole_model else 1,
+            )
+            observed += seen
+        if not observed:
+            return x, None
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
+
+    x = embed(config, params, tokens, dtype, placement)
+    flags = jax.tree.map(jnp.asarray, layer_flags(config))
+    model = Layers(by_kind(config, params["layers"]), flags, replay)
     observed: list[Any] = []
-    for run in layer_runs(config):
-        flags = jax.tree.map(lambda x, run=run: jnp.asarray(x[run.in_model]), layer_flags(config))
-        layers = jax.tree.map(lambda w, run=run: w[run.in_stack], stored[run.kind])
-        chosen = None if replay is None or run.kind != EXPERTS else replay[run.in_stack]
-        x, seen = jax.lax.scan(
-            bodies[run.kind],
-            x,
-            (layers, flags, chosen),
-            unroll=len(flags.slides) if config.num_layers <= MAX_UNROLLED_LAYERS else 1,
-        )
-        observed += seen
+    if whole_model:
+        return go(x, model, layer_runs(config))
+    for period in layer_periods(config):
+        if period.times == 1:
+            x, seen = go(x, model, period.runs)
+        else:
+            each_time = functools.partial(go, runs=period.from_its_start)
+            x, seen = jax.lax.scan(each_time, x, model.of_period(period))
+            seen = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), seen)
+        observed += [] if seen is None else [seen]
     if not observed:
         return x, None
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)

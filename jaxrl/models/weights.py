@@ -58,6 +58,7 @@ LINEAR: DimGroups = ((1,), (0,))
 TO_HEADS: DimGroups = ((1, 2), (0,))  # [D, H, h] -> [H * h, D]
 FROM_HEADS: DimGroups = ((2,), (0, 1))  # [H, h, D] -> [D, H * h]
 HEAD_BIAS: DimGroups = ((0, 1),)  # [H, h] -> [H * h]
+KERNEL: DimGroups = ((0,), (), (1,))  # [C, W] -> [C, 1, W]
 
 WEIGHTS = {
     "embed": HFWeight("model.embed_tokens.weight", TABLE),
@@ -86,6 +87,34 @@ WEIGHTS = {
     "shared_router": HFWeight("model.layers.{i}.mlp.shared_expert_gate.weight", LINEAR),
     "final_norm": HFWeight("model.norm.weight", VECTOR),
     "unembed": HFWeight("lm_head.weight", LINEAR),
+    "delta_qkvz": HFWeight("model.layers.{i}.linear_attn.in_proj_qkvz.weight", TO_HEADS),
+    "delta_ba": HFWeight("model.layers.{i}.linear_attn.in_proj_ba.weight", TO_HEADS),
+    "delta_qkv": HFWeight("model.layers.{i}.linear_attn.in_proj_qkv.weight", LINEAR),
+    "delta_gate": HFWeight("model.layers.{i}.linear_attn.in_proj_z.weight", TO_HEADS),
+    "delta_strength": HFWeight("model.layers.{i}.linear_attn.in_proj_b.weight", LINEAR),
+    "delta_decay": HFWeight("model.layers.{i}.linear_attn.in_proj_a.weight", LINEAR),
+    "delta_kernel": HFWeight("model.layers.{i}.linear_attn.conv1d.weight", KERNEL),
+    "delta_rate": HFWeight("model.layers.{i}.linear_attn.A_log", VECTOR),
+    "delta_bias": HFWeight("model.layers.{i}.linear_attn.dt_bias", VECTOR),
+    "delta_norm": HFWeight("model.layers.{i}.linear_attn.norm.weight", VECTOR),
+    "delta_out": HFWeight("model.layers.{i}.linear_attn.out_proj.weight", FROM_HEADS),
+}
+LFM2_WEIGHTS = WEIGHTS | {
+    "attn_norm": HFWeight("model.layers.{i}.operator_norm.weight", VECTOR),
+    "q_norm": HFWeight("model.layers.{i}.self_attn.q_layernorm.weight", VECTOR),
+    "k_norm": HFWeight("model.layers.{i}.self_attn.k_layernorm.weight", VECTOR),
+    "wo": HFWeight("model.layers.{i}.self_attn.out_proj.weight", FROM_HEADS),
+    "mlp_norm": HFWeight("model.layers.{i}.ffn_norm.weight", VECTOR),
+    "w_gate": HFWeight("model.layers.{i}.feed_forward.w1.weight", LINEAR),
+    "w_up": HFWeight("model.layers.{i}.feed_forward.w3.weight", LINEAR),
+    "w_down": HFWeight("model.layers.{i}.feed_forward.w2.weight", LINEAR),
+    "conv_in": HFWeight("model.layers.{i}.conv.in_proj.weight", LINEAR),
+    "conv_in_bias": HFWeight("model.layers.{i}.conv.in_proj.bias", VECTOR),
+    "conv_kernel": HFWeight("model.layers.{i}.conv.conv.weight", KERNEL),
+    "conv_kernel_bias": HFWeight("model.layers.{i}.conv.conv.bias", VECTOR),
+    "conv_out": HFWeight("model.layers.{i}.conv.out_proj.weight", LINEAR),
+    "conv_out_bias": HFWeight("model.layers.{i}.conv.out_proj.bias", VECTOR),
+    "final_norm": HFWeight("model.embedding_norm.weight", VECTOR),
 }
 # With norms on both sides the name of Llama's norm before the MLP means the one after attention.
 POST_NORM_WEIGHTS = WEIGHTS | {
@@ -148,6 +177,8 @@ NAMES: dict[str, Callable[[TransformerConfig], dict[str, HFWeight]]] = {
 def weight_map(config: TransformerConfig) -> Params:
     """Return a tree of `HFWeight`, parallel to the parameters."""
     table = POST_NORM_WEIGHTS if config.post_norms else WEIGHTS
+    if config.convolution is not None:
+        table = LFM2_WEIGHTS
     table = table | NAMES[config.names](config)
     if config.layer_norm:
         both = {"ends": ("weight", "bias")}
@@ -227,7 +258,11 @@ def read_part(
     """
     cut = list(shape)
     rows, rest = [], [slice(None)] * len(shape)
-    for first, *others in weight.dims:
+    for group in weight.dims:
+        if not group:  # a dim of size 1
+            rows.append(slice(None))
+            continue
+        first, *others = group
         start, stop, _ = index[first].indices(shape[first])
         inner = math.prod(shape[d] for d in others)
         rows.append(slice(start * inner, stop * inner))

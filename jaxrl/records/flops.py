@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.architecture import layer_params
+from jaxrl.models.architecture import attention_flops, layer_params, state_flops
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.parallel.chips import chip_of
 from jaxrl.types import TrainBatch
@@ -33,16 +33,16 @@ def forward_flops(
 
     The logits are those of `scored` tokens; None = of every token. 2 for each parameter of a matrix
     product that a token uses; 4 x heads x head width for each pair of tokens of which one sees the
-    other. Of a flax module 2 for each parameter and token alone.
+    other, in layers with attention; see `state_flops` of the others. Of a flax module 2 for each
+    parameter and token alone.
     """
     tokens = float(np.sum(lengths))
     if isinstance(model, AdaptedModel):
         return 2.0 * tokens * sum(x.size for x in jax.tree.leaves(abstract_params(model)))
-    heads = model.num_heads * model.head_dim
     products = layer_params(model) * tokens
     products += model.hidden_size * model.vocab_size * (tokens if scored is None else scored)
     pairs = float(np.sum(np.square(lengths, dtype=np.float64) + lengths) / 2)
-    return 2.0 * products + 4.0 * model.num_layers * heads * pairs
+    return 2.0 * products + attention_flops(model) * pairs + state_flops(model) * tokens
 
 
 def speed_metrics(

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.architecture import attention_flops, position_elements, state_flops
 from jaxrl.models.transformer import TransformerConfig, abstract_params
 from jaxrl.parallel.chips import chip_of
 from jaxrl.records.flops import forward_flops
@@ -100,9 +101,8 @@ def _sampler_elements(model: TransformerConfig | AdaptedModel) -> tuple[float, f
     if isinstance(model, AdaptedModel):
         return float(sum(x.size for x in jax.tree.leaves(abstract_params(model)))), 0.0
     # of one token alone: 2 for each weight, and its attention to itself
-    heads = model.num_heads * model.head_dim
-    alone = forward_flops(model, np.ones(1)) - 4.0 * model.num_layers * heads
-    return alone / 2, 2.0 * model.num_layers * model.num_kv_heads * model.head_dim
+    alone = forward_flops(model, np.ones(1)) - attention_flops(model) - state_flops(model)
+    return alone / 2, float(position_elements(model))
 
 
 def shares(least: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:

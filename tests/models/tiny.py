@@ -64,6 +64,22 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_lay
 GEMMA = {"query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40}
+HYBRID = {
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_multiple_of": 16,
+    "head_dim": 8,
+    "norm_eps": 1e-5,
+}
 MODELS = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -117,6 +133,12 @@ MODELS = {
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}),
+    "qwen3-next": ("qwen3_next", HYBRID | EXPERTS | SHARED),
+    "qwen3-next-dense-first": ("qwen3_next", HYBRID | EXPERTS | SHARED | {"mlp_only_layers": [0]}),
+    "qwen3.5": ("qwen3_5_text", HYBRID),
+    "qwen3.5-moe": ("qwen3_5_moe_text", HYBRID | EXPERTS | SHARED),
+    "lfm2": ("lfm2", CONVOLUTIONS),
+    "lfm2-bias": ("lfm2", CONVOLUTIONS | {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",
@@ -172,12 +194,15 @@ def random_hf_model(model_type, **fields):
     config = AutoConfig.for_model(model_type, **copy.deepcopy(SIZES | fields))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    # Gemma and Nemotron multiply by 1 + scale
-    center = 0.0 if "gemma" in model_type or model_type == "nemotron" else 1.0
+    by_one_more = ("gemma", "nemotron", "qwen3_next", "qwen3_5")  # they multiply by 1 + scale
+    centered = any(part in model_type for part in by_one_more)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
+                center = 0.0 if centered and "linear_attn" not in name else 1.0
                 p.uniform_(center - 0.5, center + 0.5)
+            elif name.endswith("A_log"):
+                p.uniform_(-3.0, 1.0)
             else:
                 p.normal_(0.0, 0.5 if name.endswith("bias") else 0.25)
     return model

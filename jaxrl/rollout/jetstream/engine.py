@@ -24,6 +24,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxrl.data.packing import round_up
+from jaxrl.models.architecture import keeps_states
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import ShardingRules
 from jaxrl.parallel.rules import Placement, batch_devices
@@ -145,6 +146,11 @@ class TransformerEngine:
         kernel: str | None = None,
         experts_kernel: str | None = None,
     ) -> None:
+        if keeps_states(config):
+            raise ValueError(
+                "the model has layers without attention, whose states this engine does not keep; "
+                "set generator.inference_engine.backend='native'"
+            )
         self.mesh, self.tokenizer = mesh, tokenizer
         self.max_prefill_length = prefill_length(max_prefill_length)
         self.max_target_length = max_target_length

@@ -25,7 +25,15 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import token_log_probs
-from jaxrl.models.architecture import LayerFlags, by_kind, layer_flags, layer_runs, layer_stacks
+from jaxrl.models.architecture import (
+    SOFTMAX,
+    LayerFlags,
+    by_kind,
+    layer_flags,
+    layer_mixers,
+    layer_runs,
+    layer_stacks,
+)
 from jaxrl.models.attention import Segments, layer_views
 from jaxrl.models.experts import Routing
 from jaxrl.models.kernels.choice import REFERENCE
@@ -43,6 +51,7 @@ from jaxrl.models.transformer import (
 from jaxrl.parallel.rules import Placement
 from jaxrl.rollout.native.kv_cache import Cache, copy_pages, write_and_attend, write_routes
 from jaxrl.rollout.native.sampling import adjust, assign, sample, top_tokens, uniforms
+from jaxrl.rollout.native.states import Places, States, copy_states, kept_recurrence
 from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
 from jaxrl.types import Array
@@ -120,13 +129,15 @@ class Rows(struct.PyTreeNode):
     min_p: Array  # [B]
     repetition_penalty: Array  # [B]
     history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = no penalties
+    state: Array | None = None  # [B] where the row's state is; None = the model keeps none
     features: Features = struct.field(pytree_node=False, default=Features())
 
 
 class Prompts(struct.PyTreeNode):
-    """Hold what a block prefills, and which pages it copies.
+    """Hold what a block prefills, and which pages and states it copies.
 
-    Step i prefills the chunks i `pace` to (i + 1) `pace`, then copies the pages that are due.
+    Step i prefills the chunks i `pace` to (i + 1) `pace`, then copies the pages and states that are
+    due. The tiles of a row are in their order.
     """
 
     tokens: Array  # [M, W, Q]
@@ -137,6 +148,9 @@ class Prompts(struct.PyTreeNode):
     pace: Array  # []
     copies: Array  # [G n, 2] pages (from, to), see `copy_pages`
     copied: Array  # [G, N + 1]
+    states: Places | None = None  # [M, W] of each tile; None = the model keeps none
+    state_copies: Array | None = None  # [G n, 2] states (from, to)
+    state_copied: Array | None = None  # [G, N + 1]
 
 
 PROGRESS = ("live", "last_token", "position", "count", "history")  # of Rows: what a block changes
@@ -267,7 +281,8 @@ def decode(
 
     def prefill(chunk: Array, cache: Cache) -> Cache:
         of = (x[chunk] for x in (prompts.tokens, prompts.table, prompts.first, prompts.count))
-        return layers(cache, *of)[1]
+        places = jax.tree.map(lambda x: x[chunk], prompts.states)
+        return layers(cache, *of, places)[1]
 
     def unfinished(carry: tuple[Array, Run]) -> Array:
         step, run = carry
@@ -279,9 +294,15 @@ def decode(
         end = jnp.minimum(begin + prompts.pace, prompts.chunks)
         cache = jax.lax.fori_loop(begin, end, prefill, run.cache)
         cache = copy_pages(cache, prompts.copies, prompts.copied, step, placement)
+        places = None
+        if prompts.state_copies is not None and prompts.state_copied is not None:
+            due = prompts.state_copies, prompts.state_copied, step
+            states = copy_states(cache.states, *due, placement)
+            cache, places = cache._replace(states=states), Places(rows.state, rows.state)
         live = ~run.done & (rows.start <= step)
         first = jnp.where(live, run.position, -1)
-        x, cache = layers(cache, run.last_token[:, None], rows.table, first, live.astype(jnp.int32))
+        given = rows.table, first, live.astype(jnp.int32), places
+        x, cache = layers(cache, run.last_token[:, None], *given)
         logits = unembed(config, params, x[:, 0])
         return step + 1, draw(run.replace(cache=cache), logits, rows, live, placement)
 
@@ -311,6 +332,7 @@ def run_layers(
     table: Array,
     first: Array,
     count: Array,
+    places: Places | None = None,
     *,
     placement: Placement | None,
     kernel: str,
@@ -321,14 +343,19 @@ def run_layers(
     Args:
         tokens: [B, T] neighbouring tokens of each row.
         table, first, count: see `write_and_attend`.
+        places: where the states of the rows are; None = the model keeps none.
     """
     positions = first[:, None] + jnp.arange(tokens.shape[1])
     view = layer_views(config, Segments(positions, False), positions, positions)
     x = embed(config, params, tokens, params["unembed"].dtype)
     new: list[Pages] = []
+    states: list[States] = list(cache.states)
     routing: list[Routing] = []
     mix = mixing(config, routing, placement=placement, kernel=experts_kernel)
-    for layer, *flags in zip(params["layers"], *layer_flags(config), strict=True):
+    kept = 0  # layers so far that keep a state
+    for layer, mixer, *flags in zip(
+        params["layers"], layer_mixers(config), *layer_flags(config), strict=True
+    ):
         slides = bool(flags[0])
 
         def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = slides) -> Array:
@@ -341,12 +368,19 @@ def run_layers(
             new.append(pages)
             return out
 
-        x = decoder_layer(config, layer, x, view(LayerFlags(*flags)), attend, placement, mix)
+        recurrence = None
+        if mixer != SOFTMAX:
+            assert places is not None
+            note = functools.partial(states.__setitem__, kept)
+            recurrence = kept_recurrence(states[kept], places, first, count, placement, note)
+            kept += 1
+        of_layer = view(LayerFlags(*flags))
+        x = decoder_layer(config, layer, x, of_layer, attend, placement, mix, recurrence)
     routes = cache.routes
     if routes is not None:
         chosen = jnp.concatenate([of_layer.ids for of_layer in routing], axis=-1)
         routes = write_routes(routes, chosen, table, first, count, placement=placement)
-    return x, Cache(tuple(new), routes)
+    return x, Cache(tuple(new), routes, tuple(states))
 
 
 class Choice(NamedTuple):

@@ -157,6 +157,7 @@ class NativeEngine(SampleThread):
                 resident=resident_bytes,
                 platform=platform,
                 keep_routes=keep_routes,
+                slots=max_num_seqs,
             )
         self.programs = programs(
             config,
@@ -182,9 +183,12 @@ class NativeEngine(SampleThread):
             save=self.programs.take,
             restore=self.programs.put,
             tile=self.programs.shape.tile,
+            states=self.programs.states,
         )
+        self._newest: Flight | None = None  # block, whether it is fetched or not
         self._flight: Flight | None = None
         self._ended: list[Ended] = []
+        self._borrowed: list[tuple[int, int]] = []  # (part, state) of the next block
         self.prefilled_tokens = self.decoded_tokens = self.suspended = 0
         self._warm: set[Features] = set()  # of `warm_up`, and their unions
 
@@ -301,7 +305,14 @@ class NativeEngine(SampleThread):
         return self.table.live()
 
     def _release(self, slot: int) -> None:
-        self.table.release(slot)
+        self.table.release(slot, in_flight=self._is_on_its_way(slot))
+
+    def _is_on_its_way(self, slot: int) -> bool:
+        """Return whether a block that is not fetched may draw more of a slot's sample."""
+        newest = self._newest
+        return newest is not None and any(
+            of.sample is self.table.samples[slot] for of in newest.drawn
+        )
 
     def _all_out(self) -> Iterator[Sample]:
         for ended in self._ended:
@@ -313,7 +324,8 @@ class NativeEngine(SampleThread):
         return super()._has_work() or bool(self._ended and not self._paused)
 
     def _recover(self) -> None:
-        self._flight = None
+        self._flight = self._newest = None
+        self._borrowed = []
         self.table.reset()
         self.programs.drop(weights=False)  # the cache may have been donated
         self.programs.reserve(1)
@@ -325,6 +337,7 @@ class NativeEngine(SampleThread):
         self._admit()
         self._reserve()  # for those that have nothing to prefill
         begun = self._begin_block()
+        self._newest = begun
         if not self.programs.ahead:
             self._flight, begun = begun, None
         before = len(self._ended)
@@ -407,6 +420,7 @@ class NativeEngine(SampleThread):
         table, plan = self.table, self.programs.prefill()
         ready: dict[int, int] = {}
         chunk_of: dict[tuple[int, int], int] = {}  # of pages: the one that fills it
+        kept_in: dict[tuple[int, int], int] = {}  # the same of states
         waits_for = set()  # groups whose prompt is not there yet
         for slot in table.incomplete():
             sample, part = table.samples[slot], table.part(slot)
@@ -423,15 +437,25 @@ class NativeEngine(SampleThread):
                 waits_for.add((sample.group, part))
                 continue
             copy = table.copy_tail(slot) if last else None
+            begin = table.begun(slot)
+            if begin is not None:
+                self._borrowed.append((part, begin))
+                chunk = max(chunk, kept_in.get((part, begin), 0))
+                if copy is not None or not size:
+                    plan.copy_state(part, begin, int(table.state[slot]), chunk)
             if copy is not None:
                 table.pools[part].refer(copy[0])  # until the block has begun
                 chunk = max(chunk, chunk_of.get((part, copy[0]), 0))
                 plan.copy(part, *copy, chunk)
             elif size:
                 new = table.tokens[slot, start : start + size]
-                chunk = max(chunk, plan.add(part, table.table[slot], start, new))
-                for page in table.fill(slot, size):
-                    chunk_of[part, page] = chunk
+                pages, borders = table.fill(slot, size), table.borders(slot, start)
+                where = table.table[slot], start, new, int(table.state[slot]), begin, borders
+                chunk = max(chunk, plan.add(part, *where))
+                chunk_of.update(((part, page), chunk) for page in pages)
+                for state in borders.values():
+                    kept_in[part, state] = chunk
+                    self._borrowed.append((part, state))
                 self.prefilled_tokens += size
             if table.missing(slot):
                 waits_for.add((sample.group, part))
@@ -487,6 +511,9 @@ class NativeEngine(SampleThread):
         drawn = map(Drawn, rows.tolist(), samples.keys(), samples.values(), contexts)
         for part, page in plan.sources:
             table.pools[part].release(page)
+        for part, state in self._borrowed:
+            table.states[part].release(state)
+        self._borrowed = []
         return Flight(after, block, list(drawn))
 
     def _land(self) -> None:
@@ -502,6 +529,8 @@ class NativeEngine(SampleThread):
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
+        if self._newest is flight:
+            self._newest = None
         if not flight.drawn:  # it prefilled alone
             return
         table, block = self.table, self.programs.fetch(flight.block)
@@ -528,14 +557,20 @@ class NativeEngine(SampleThread):
                     ended.append((slot, sample, min(length, int(table.filled[slot]))))
                     continue
                 self._done.append(sample.hand_over)
-                table.release(slot)
+                self._release_ended(slot, sample)
             elif report := sample.report():
                 self._done.append(report)
         if ended:
             fetch = self.programs.read_routes([table.pages_of(slot) for slot, _, _ in ended])
             self._ended.append(Ended([(sample, n) for _, sample, n in ended], fetch))
-            for slot, _, _ in ended:
-                table.release(slot)
+            for slot, sample, _ in ended:
+                self._release_ended(slot, sample)
+
+    def _release_ended(self, slot: int, sample: Sample) -> None:
+        """Release a slot whose sample is at its end; if the device knows that, it draws no more."""
+        outcome = sample.outcome
+        known = isinstance(outcome, Completion) and outcome.stop_string is None
+        self.table.release(slot, in_flight=not known and self._is_on_its_way(slot))
 
     def _hand_over(self, number: int) -> None:
         """Hand over the first of the samples that wait for nothing but their routes."""
@@ -573,6 +608,7 @@ class NativeEngine(SampleThread):
             count=table.length[at] - table.prompt[at],
             stop_ids=stop_ids,
             history=history,
+            state=table.state[at] if table.keeps_states else None,
             features=features,
             **{name: column[at] for name, column in table.asked.items()},
         )

@@ -171,15 +171,15 @@ class LeadingPrograms(Programs):
                 raise gone from error
             raise
 
-    def take(self, part: int, pages: Sequence[int]) -> Any:
-        """Return what is in some pages of a part."""
-        self._tell("take", part, list(pages))
-        return super().take(part, pages)
+    def take(self, part: int, pages: Sequence[int], state: int | None = None) -> Any:
+        """Return what is in some pages of a part, and in a state."""
+        self._tell("take", part, list(pages), state)
+        return super().take(part, pages, state)
 
-    def put(self, part: int, pages: Sequence[int], held: Any) -> None:
-        """Put what `take` returned into pages of a part."""
-        self._tell("put", part, list(pages), held)
-        super().put(part, pages, held)
+    def put(self, part: int, pages: Sequence[int], held: Any, state: int | None = None) -> None:
+        """Put what `take` returned into pages of a part, and into a state."""
+        self._tell("put", part, list(pages), held, state)
+        super().put(part, pages, held, state)
 
     def read_routes(
         self, rows: Sequence[tuple[int, Sequence[int]]]

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrl.models.architecture import routes_shape
+from jaxrl.models.architecture import SOFTMAX, layers_with, routes_shape
 from jaxrl.models.kernels.paged_attention import Layout, Pages, paged_attention
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import MeshAxes, Placement
+from jaxrl.rollout.native.states import States, empty_states, state_specs
 from jaxrl.types import Array
 
 
@@ -29,12 +30,14 @@ class Cache(NamedTuple):
     """Hold what the model has computed for the positions of all rows.
 
     Attributes:
-        layers: keys and values of each.
+        layers: keys and values of each that has attention.
         routes: [P, p, Lx k] experts that the token was sent to, layer by layer; None = not kept.
+        states: of each layer that keeps one; they are in no page.
     """
 
     layers: tuple[Pages, ...]
     routes: Array | None = None
+    states: tuple[States, ...] = ()
 
 
 def empty_cache(
@@ -45,17 +48,20 @@ def empty_cache(
     *,
     layout: Layout,
     keep_routes: bool = False,
+    states: int = 0,
 ) -> Cache:
     """Make a cache of `pages` pages of `size` positions; `layout` as in `Pages`."""
     layers = tuple(
-        Pages.empty(config, pages, size, dtype, layout=layout) for _ in range(config.num_layers)
+        Pages.empty(config, pages, size, dtype, layout=layout)
+        for _ in range(layers_with(config, SOFTMAX))
     )
+    kept = empty_states(config, states, dtype)
     if not keep_routes:
-        return Cache(layers)
+        return Cache(layers, states=kept)
     assert config.experts is not None
     # one dim: the two last ones of an array are padded to a tile of the chip
     shape = pages, size, math.prod(routes_shape(config))
-    return Cache(layers, jnp.zeros(shape, config.experts.id_dtype))
+    return Cache(layers, jnp.zeros(shape, config.experts.id_dtype), kept)
 
 
 def write_and_attend(
@@ -171,10 +177,11 @@ def copy_pages(
 
         return jax.lax.fori_loop(until[0, step], until[0, step + 1], copy, cache)
 
+    pages = cache._replace(states=())
     if placement is not None:
-        split, part = _split_all(cache, placement), PartitionSpec(placement.batch_axes)
+        split, part = _split_pages(pages, placement), PartitionSpec(placement.batch_axes)
         run = _by_device(run, placement, (split, part, part, PartitionSpec()), split)
-    return run(cache, pairs, until, step)
+    return run(pages, pairs, until, step)._replace(states=cache.states)
 
 
 def lengthen(cache: Cache, more: int, *, placement: Placement | None = None) -> Cache:
@@ -183,10 +190,11 @@ def lengthen(cache: Cache, more: int, *, placement: Placement | None = None) -> 
     def run(cache: Cache) -> Cache:
         return jax.tree.map(lambda x: jnp.pad(x, [(0, more), *((0, 0),) * (x.ndim - 1)]), cache)
 
+    pages = cache._replace(states=())
     if placement is not None:
-        split = _split_all(cache, placement)
+        split = _split_pages(pages, placement)
         run = _by_device(run, placement, (split,), split)
-    return run(cache)
+    return run(pages)._replace(states=cache.states)
 
 
 def take_pages(cache: Cache, ids: Array, *, placement: Placement | None = None) -> Any:
@@ -199,10 +207,11 @@ def take_pages(cache: Cache, ids: Array, *, placement: Placement | None = None) 
     def run(cache: Cache, ids: Array) -> Any:
         return jax.tree.map(lambda x: x.at[ids].get(mode="clip"), cache)
 
+    pages = cache._replace(states=())
     if placement is not None:
-        split, part = _split_all(cache, placement), PartitionSpec(placement.batch_axes)
+        split, part = _split_pages(pages, placement), PartitionSpec(placement.batch_axes)
         run = _by_device(run, placement, (split, part), split)
-    return run(cache, ids)
+    return run(pages, ids)
 
 
 def put_pages(cache: Cache, ids: Array, held: Any, *, placement: Placement | None = None) -> Cache:
@@ -211,10 +220,22 @@ def put_pages(cache: Cache, ids: Array, held: Any, *, placement: Placement | Non
     def run(cache: Cache, ids: Array, held: Any) -> Cache:
         return jax.tree.map(lambda x, new: x.at[ids].set(new, mode="drop"), cache, held)
 
+    pages = cache._replace(states=())
     if placement is not None:
-        split, part = _split_all(cache, placement), PartitionSpec(placement.batch_axes)
+        split, part = _split_pages(pages, placement), PartitionSpec(placement.batch_axes)
         run = _by_device(run, placement, (split, part, split), split)
-    return run(cache, ids, held)
+    return run(pages, ids, held)._replace(states=cache.states)
+
+
+def take_states(cache: Cache, ids: Array) -> tuple[States, ...]:
+    """Return states by their numbers among those of all parts."""
+    return jax.tree.map(lambda x: x.at[ids].get(mode="clip"), cache.states)
+
+
+def put_states(cache: Cache, ids: Array, held: tuple[States, ...]) -> Cache:
+    """Undo `take_states`, wherever the states shall be now; beyond all of them they are dropped."""
+    put = jax.tree.map(lambda x, new: x.at[ids].set(new, mode="drop"), cache.states, held)
+    return cache._replace(states=put)
 
 
 # ---------------------------------------------------------------- devices
@@ -245,16 +266,17 @@ def _split(layer: Pages, placement: Placement) -> Pages:
     return layer.replace(arrays=tuple(map(spec, layer.position_axes)))
 
 
-def _split_all(cache: Cache, placement: Placement) -> Cache:
+def _split_pages(cache: Cache, placement: Placement) -> Cache:
     routes = None if cache.routes is None else PartitionSpec(placement.batch_axes)
     return Cache(tuple(_split(layer, placement) for layer in cache.layers), routes)
 
 
 def cache_shardings(cache: Cache, placement: Placement) -> Cache:
     """Return the shardings of a cache, given its shapes."""
+    states = state_specs(cache.states, placement)
     return jax.tree.map(
         lambda spec: jax.sharding.NamedSharding(placement.mesh, spec),
-        _split_all(cache, placement),
+        _split_pages(cache, placement)._replace(states=states),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
 

@@ -7,7 +7,8 @@ bit of another.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl import activity
 from jaxrl.data.packing import length_bucket, round_up
-from jaxrl.models.architecture import by_kind, layer_stacks, routes_shape
+from jaxrl.models.architecture import by_kind, keeps_states, layer_stacks, routes_shape
 from jaxrl.models.kernels.choice import facts_of
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
@@ -49,6 +50,9 @@ from jaxrl.types import Array
 GIB = 2**30
 # weights are whole but for the tensor axis: a step of decoding would gather them every time
 RULES = ShardingRules(embed=None)
+# A group of samples needs two states beside those of its rows, at the end of its prompt and at the
+# last border of a page before it; they are forgotten when there is no room.
+ROWS_PER_BORDER = 4
 FRACTIONS = (4, 2, 1)  # a block may run over a quarter, a half or all of the rows
 # Decode steps of a block, by platform. Where a block begins before the one before is fetched, the
 # device waits for the host only if that needs longer than a block takes: about 6 ms for 1,024 slots
@@ -95,15 +99,18 @@ def pages_that_fit(
     resident: float = 0,
     platform: str | None = None,
     keep_routes: bool = False,
+    slots: int = 0,
 ) -> int:
     """Return how many pages fit, beside the decode weights, into a share of a device's free memory.
+
+    The states of a model that keeps some come first.
 
     Args:
         max_model_len: most tokens of a row.
         utilization: share of what is free.
         memory: bytes of a device; None = as it says itself.
         resident: bytes of a device that are not free.
-        platform, keep_routes: see `Programs`.
+        platform, keep_routes, slots: see `Programs`.
 
     Raises:
         ValueError: not even those of one row.
@@ -113,8 +120,13 @@ def pages_that_fit(
     weights = weight_bytes(config, mesh, dtype)
     empty = functools.partial(_empty, config, device, dtype, keep_routes=keep_routes)
     parts = batch_devices(mesh, RULES)
-    page = jax.eval_shape(functools.partial(empty, pages=parts, size=size))  # one in each
-    page_bytes = _on_a_device(page, kv_cache.cache_shardings(page, Placement(mesh, RULES)))
+
+    def of_device(pages: int, states: int) -> int:
+        cache = jax.eval_shape(functools.partial(empty, pages=pages, size=size, states=states))
+        return _on_a_device(cache, kv_cache.cache_shardings(cache, Placement(mesh, RULES)))
+
+    page_bytes = of_device(parts, 0)  # one in each
+    weights += of_device(0, parts * states_of(config, round_up(slots, parts) // parts))
     whole = device_memory(device) if memory is None else memory
     budget = utilization * (whole - resident)
     fitting, row = int((budget - weights) // page_bytes), -(-max_model_len // size)
@@ -143,6 +155,14 @@ def _on_a_device(shapes: Any, shardings: Any) -> int:
     return sum(jax.tree.leaves(parts))
 
 
+def states_of(config: TransformerConfig, rows: int) -> int:
+    """Return how many states a part of the batch has, of a model that keeps some.
+
+    One for each of its rows, and one for every `ROWS_PER_BORDER` of them that others begin from.
+    """
+    return rows + max(2, -(-rows // ROWS_PER_BORDER)) if keeps_states(config) else 0
+
+
 def kernel_of(
     config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
 ) -> str:
@@ -165,10 +185,18 @@ def _empty(
     pages: int,
     size: int,
     keep_routes: bool,
+    states: int = 0,
 ) -> kv_cache.Cache:
     """Make a cache of pages of `size` positions as a device's platform has it."""
-    layout = layout_of(device.platform)
-    return kv_cache.empty_cache(config, pages, size, dtype, layout=layout, keep_routes=keep_routes)
+    return kv_cache.empty_cache(
+        config,
+        pages,
+        size,
+        dtype,
+        layout=layout_of(device.platform),
+        keep_routes=keep_routes,
+        states=states,
+    )
 
 
 class Prefill:
@@ -180,10 +208,19 @@ class Prefill:
         columns: of a table.
         steps: of the block.
         copies: in each part, at most.
+        states: of each part; 0 = the model keeps none.
     """
 
     def __init__(
-        self, shape: Shape, *, parts: int, chunks: int, columns: int, steps: int, copies: int = 1
+        self,
+        shape: Shape,
+        *,
+        parts: int,
+        chunks: int,
+        columns: int,
+        steps: int,
+        copies: int = 1,
+        states: int = 0,
     ) -> None:
         self._parts, self._tile, self._steps = parts, shape.tile, steps
         chunk = (chunks, parts * shape.tiles)
@@ -195,6 +232,10 @@ class Prefill:
         self._tiles = [0] * parts
         self._copies: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
         self._most_copies = copies
+        self._states: device.Places | None = None
+        self._state_copies: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
+        if states:
+            self._states = device.Places(*(np.full(chunk, states, np.int32) for _ in range(3)))
 
     @property
     def chunks(self) -> int:
@@ -204,7 +245,7 @@ class Prefill:
     @property
     def used(self) -> bool:
         """Return whether there is anything to do."""
-        return any(self._tiles) or any(self._copies)
+        return any(self._tiles) or any(self._copies) or any(self._state_copies)
 
     @property
     def sources(self) -> list[tuple[int, int]]:
@@ -215,11 +256,23 @@ class Prefill:
         """Return how many tokens of one row find room yet."""
         return (self._most - self._tiles[part]) * self._tile
 
-    def add(self, part: int, table: np.ndarray, start: int, tokens: np.ndarray) -> int:
+    def add(
+        self,
+        part: int,
+        table: np.ndarray,
+        start: int,
+        tokens: np.ndarray,
+        state: int | None = None,
+        begin: int | None = None,
+        borders: Mapping[int, int] = MappingProxyType({}),
+    ) -> int:
         """Add neighbouring tokens of a row, from position `start` on; return their last chunk.
 
         Args:
             table: [C] where the row's pages are.
+            state: where the row's state is, of a model that keeps some.
+            begin: where the state is that the tokens go on from; None = it is the row's.
+            borders: positions up to which the state is kept once more, and where.
         """
         chunk = 0
         for at in range(0, len(tokens), self._tile):
@@ -228,6 +281,12 @@ class Prefill:
             new = tokens[at : at + self._tile]
             self._tokens[place][: len(new)], self._table[place] = new, table
             self._first[place], self._count[place] = start + at, len(new)
+            if self._states is not None:
+                assert state is not None
+                goes_on = state if at or begin is None else begin
+                self._states.begin[place], self._states.end[place] = goes_on, state
+                if (kept := borders.get(start + at + len(new))) is not None:
+                    self._states.copy[place] = kept
             self._tiles[part] += 1
         return chunk
 
@@ -235,19 +294,21 @@ class Prefill:
         """Copy a page, after a chunk."""
         self._copies[part].append((chunk, source, target))
 
+    def copy_state(self, part: int, source: int, target: int, chunk: int) -> None:
+        """Copy a state, after a chunk."""
+        self._state_copies[part].append((chunk, source, target))
+
     def arrays(self, pace: int) -> device.Prompts:
         """Return what the device takes.
 
         Args:
             pace: chunks of a step.
         """
-        pairs = np.zeros((self._parts, self._most_copies, 2), np.int32)
-        until = np.zeros((self._parts, self._steps + 1), np.int32)
-        for part, copies in enumerate(self._copies):
-            in_order = sorted(copies, key=lambda copy: copy[0])
-            for i, (chunk, source, target) in enumerate(in_order):
-                pairs[part, i] = source, target
-                until[part, chunk // pace + 1 :] = i + 1
+        copies, copied = self._due(self._copies, pace)
+        states: dict[str, Any] = {}
+        if self._states is not None:
+            of_states, until = self._due(self._state_copies, pace)
+            states = {"state_copies": of_states, "state_copied": until, "states": self._states}
         return device.Prompts(
             tokens=self._tokens,
             table=self._table,
@@ -255,9 +316,23 @@ class Prefill:
             count=self._count,
             chunks=np.int32(self.chunks),
             pace=np.int32(pace),
-            copies=pairs.reshape(-1, 2),
-            copied=until,
+            copies=copies,
+            copied=copied,
+            **states,
         )
+
+    def _due(
+        self, copies: list[list[tuple[int, int, int]]], pace: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return pairs [G n, 2], and those that are due up to each step [G, N + 1]."""
+        pairs = np.zeros((self._parts, self._most_copies, 2), np.int32)
+        until = np.zeros((self._parts, self._steps + 1), np.int32)
+        for part, of_part in enumerate(copies):
+            in_order = sorted(of_part, key=lambda copy: copy[0])
+            for i, (chunk, source, target) in enumerate(in_order):
+                pairs[part, i] = source, target
+                until[part, chunk // pace + 1 :] = i + 1
+        return pairs.reshape(-1, 2), until
 
 
 class Programs:
@@ -284,6 +359,7 @@ class Programs:
         length: tokens of the longest row that finds room.
         columns: of a table; the last one is beyond every row, for tiles that reach over its end.
         pages: of each part.
+        states: of each part, see `states_of`; 0 = the model keeps none.
     """
 
     def __init__(
@@ -315,6 +391,7 @@ class Programs:
         self.group_bytes, self._most_pages = group_bytes, pages
         self.parts = batch_devices(mesh, RULES)
         self.slots = round_up(slots, self.parts)
+        self.states = states_of(config, self.slots // self.parts)
         chunk = self.parts * self.shape.tiles * self.shape.tile
         self.chunks = max(batched_tokens // chunk, 1)
         self.params: Params | None = None
@@ -364,7 +441,8 @@ class Programs:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {"pages": self.parts * self.pages, "size": self.shape.page}
+        sizes = {"pages": self.parts * self.pages, "size": self.shape.page}
+        return sizes | ({"states": self.parts * self.states} if self.states else {})
 
     def _pages(self) -> int:
         """Return the pages of a part for rows as long as now."""
@@ -384,6 +462,7 @@ class Programs:
             columns=self.columns,
             steps=self.steps,
             copies=self.slots // self.parts,
+            states=self.states,
         )
 
     def decode(
@@ -422,30 +501,45 @@ class Programs:
         return after, block
 
     def _place(self, prompts: device.Prompts) -> device.Prompts:
-        return self._to_devices(prompts, prompt_shardings(self.placement))
+        return self._to_devices(prompts, prompt_shardings(self.placement, bool(self.states)))
 
     def fetch(self, block: device.Block) -> device.Block:
         """Wait for a block, and return it on the host."""
         return jax.device_get(block)
 
-    def take(self, part: int, pages: Sequence[int]) -> Any:
-        """Return what is in some pages of a part, those of a row, on the host; see `put`."""
+    def take(self, part: int, pages: Sequence[int], state: int | None = None) -> Any:
+        """Return what is in some pages of a part, those of a row, on the host; see `put`.
+
+        Args:
+            state: of the row, of a model that keeps some.
+        """
         whole = self.functions.take(self._cache, self._ids(part, pages))
         mine = slice(part * self.columns, (part + 1) * self.columns)  # of few shapes, to compile
         held = jax.device_get(jax.tree.map(lambda x: x[mine], whole))
-        return jax.tree.map(lambda x: x[: len(pages)], held)
+        held = jax.tree.map(lambda x: x[: len(pages)], held)
+        if state is None:
+            return held, None
+        return held, jax.device_get(self.functions.take_state(self._cache, self._at(part, state)))
 
-    def put(self, part: int, pages: Sequence[int], held: Any) -> None:
+    def put(self, part: int, pages: Sequence[int], held: Any, state: int | None = None) -> None:
         """Put what `take` returned, as far as there are pages, into those of a part."""
-        first = part * self.columns
+        first, (of_pages, of_state) = part * self.columns, held
 
         def spread(x: np.ndarray) -> np.ndarray:
             out = np.zeros((self.parts * self.columns, *x.shape[1:]), x.dtype)
             out[first : first + len(pages)] = x[: len(pages)]
             return out
 
-        given = self._ids(part, pages), jax.tree.map(spread, held)
+        given = self._ids(part, pages), jax.tree.map(spread, of_pages)
         self._cache = self.functions.put(self._cache, *given)
+        if state is not None:
+            at = self._at(part, state)
+            self._cache = self.functions.put_state(self._cache, at, of_state)
+
+    def _at(self, part: int, state: int) -> np.ndarray:
+        """Return the number of a state among those of all parts [1]; beyond them, of none."""
+        none = self.parts * self.states
+        return np.array([none if state >= self.states else part * self.states + state], np.int32)
 
     def read_routes(
         self, rows: Sequence[tuple[int, Sequence[int]]]
@@ -499,7 +593,8 @@ class Programs:
                     _, block = self.decode(blank, None, after, ~blank.live)
                 self.fetch(block)
         for part in range(self.parts):
-            self.put(part, [], self.take(part, [self.pages]))
+            nowhere = self.states or None
+            self.put(part, [], self.take(part, [self.pages], nowhere), nowhere)
         if self._cache is not None and self._cache.routes is not None:
             most = self.slots // self.parts * self.columns
             for number in range(most.bit_length() + 1):
@@ -526,7 +621,9 @@ class Programs:
             return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
         blank = jax.tree.map(lambda x: shapes(x, self._by_row), rows())
-        prompts = jax.tree.map(shapes, self.prefill().arrays(1), prompt_shardings(self.placement))
+        prompts = jax.tree.map(
+            shapes, self.prefill().arrays(1), prompt_shardings(self.placement, bool(self.states))
+        )
         given = weights, cache, blank, prompts
         return {
             "load": max(loads, key=_elements),
@@ -547,13 +644,17 @@ def _elements(call: Call) -> int:
     return sum(x.size for x in jax.tree.leaves(call.args))
 
 
-def prompt_shardings(placement: Placement) -> device.Prompts:
-    """Return the shardings of `Prompts`."""
+def prompt_shardings(placement: Placement, states: bool = False) -> device.Prompts:
+    """Return the shardings of `Prompts`, of a model that keeps states or none."""
     part, whole = ("batch",), placement.sharding((), ())
     sizes = placement.size(placement.rules.batch)
     tiles = placement.sharding((1, sizes), (None, *part))
     parts = placement.sharding((sizes,), part)
-    return device.Prompts(tiles, tiles, tiles, tiles, whole, whole, parts, parts)
+    shardings = device.Prompts(tiles, tiles, tiles, tiles, whole, whole, parts, parts)
+    if not states:
+        return shardings
+    places = device.Places(tiles, tiles, tiles)
+    return shardings.replace(states=places, state_copies=parts, state_copied=parts)
 
 
 class Compiled(NamedTuple):
@@ -570,6 +671,8 @@ class Compiled(NamedTuple):
     lengthen: Any
     take: Any
     put: Any
+    take_state: Any
+    put_state: Any
     read: Any
     go_on: Any
     decode: Any
@@ -677,7 +780,9 @@ def compiled(
     spread = None if alone else placement
     empty = bind(_empty, config, placement.mesh.devices.flat[0], dtype, keep_routes=keep_routes)
     parts = placement.size(placement.rules.batch)
-    cache = kv_cache.cache_shardings(jax.eval_shape(bind(empty, pages=parts, size=page)), placement)
+    some = {"states": parts} if keeps_states(config) else {}
+    shapes = jax.eval_shape(bind(empty, pages=parts, size=page, **some))
+    cache = kv_cache.cache_shardings(shapes, placement)
     by_row = placement.sharding((parts,), ("batch",))
     # what is fetched is whole where other processes have devices of the engine
     alone_here = hosts_of(placement.mesh) == 1
@@ -703,15 +808,17 @@ def compiled(
         decode_rest=jit(
             bind(device.decode_rest, dtype=dtype), donate_argnums=0, out_shardings=rest
         ),
-        empty=jit(empty, static_argnames=("pages", "size"), out_shardings=cache),
+        empty=jit(empty, static_argnames=("pages", "size", "states"), out_shardings=cache),
         lengthen=jit(
             bind(kv_cache.lengthen, placement=spread), static_argnums=1, out_shardings=cache
         ),
         take=jit(
             bind(kv_cache.take_pages, placement=spread),
-            out_shardings=cache if alone_here else whole,
+            out_shardings=cache._replace(states=()) if alone_here else whole,
         ),
         put=jit(bind(kv_cache.put_pages, placement=spread), donate_argnums=0, out_shardings=cache),
+        take_state=jit(kv_cache.take_states, out_shardings=whole),
+        put_state=jit(kv_cache.put_states, donate_argnums=0, out_shardings=cache),
         read=jit(
             bind(kv_cache.take_pages, placement=spread),
             out_shardings=None if alone_here else whole,

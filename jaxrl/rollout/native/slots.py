@@ -24,6 +24,7 @@ class Context:
         part: of the pages.
         pages: where they are; () where they are in `saved`.
         saved: what `save` returned; None while they are on the device.
+        state: where the row's state is, behind `tokens`; None = there is none on the device.
     """
 
     tokens: np.ndarray
@@ -34,6 +35,7 @@ class Context:
     pages: list[int]
     stale: bool
     saved: Any = None
+    state: int | None = None
 
 
 @dataclass(eq=False)
@@ -213,6 +215,10 @@ class SlotTable:
     the same beginning finds them. What was decoded, and what follows that, stays with its sample
     and the further turns of its conversation.
 
+    Of a model that keeps states (see states.py) each slot has one, of the tokens that it has
+    filled. Others have the name of a whole page, or of the tail of a prompt, and are the state
+    behind it: a row that finds pages takes them up to the last one that has a state.
+
     After an update a row that is in flight may hold some of older weights; its own sample, or
     conversation, goes on with them, but they are shared with no other.
 
@@ -220,9 +226,10 @@ class SlotTable:
         slots: number.
         parts: of the slots and of the pages, one after the other.
         share_prefixes: what was decoded is found by others, too.
-        save: (part, pages) -> what is in them, on the host.
-        restore: (part, pages, what `save` returned of these and more).
+        save: (part, pages, state) -> what is in them, on the host.
+        restore: (part, pages, what `save` returned of these and more, state).
         tile: tokens that are prefilled together.
+        states: of each part; 0 = the model keeps none.
     """
 
     def __init__(
@@ -231,13 +238,21 @@ class SlotTable:
         *,
         parts: int = 1,
         share_prefixes: bool,
-        save: Callable[[int, Sequence[int]], Any],
-        restore: Callable[[int, Sequence[int], Any], None],
+        save: Callable[..., Any],
+        restore: Callable[..., None],
         tile: int = 1,
+        states: int = 0,
     ) -> None:
         self.share_prefixes, self.parts, self.each = share_prefixes, parts, slots // parts
         self._save, self._restore, self._tile = save, restore, tile
         self.page, self.pools = 1, [PagePool() for _ in range(parts)]
+        self.keeps_states = states > 0
+        self.states = [PagePool() for _ in range(parts)]
+        for kept in self.states:
+            kept.grow(states)
+        self.state = np.full(slots, -1, np.int32)  # [S] where the row's state is; -1 = none
+        # of slots whose first tokens are those of others: where the state behind them is
+        self.begin: list[int | None] = [None] * slots
         self.samples: list[Sample | None] = [None] * slots
         self.taken = np.zeros(slots, bool)  # [S] by a sample
         self.tokens = np.zeros((slots, 0), np.int32)  # [S, L]
@@ -317,13 +332,13 @@ class SlotTable:
         for part in self._parts(context):
             here = slice(part * self.each, (part + 1) * self.each)
             taken = self.taken[here]
-            if taken.all():
+            if taken.all() or not self._has_state(part, context):
                 continue
             others = idle = 0
             if context is None and (sample.group, part) in self._groups and not sample.tokens:
                 others = (len(row) - 1) // self.page
             elif context is None:
-                pages = [page for _, page in self._find(part, row, 0, ROOT)]
+                pages = [page for _, page in self._reusable(part, row, 0, ROOT)]
                 idle = sum(self.pools[part].references[page] == 0 for page in pages)
                 others = len(pages)
             has = len(context.pages) if context is not None else others
@@ -341,6 +356,9 @@ class SlotTable:
         group = sample.group, self.part(slot)
         self._groups[group] = self._groups.get(group, 0) + 1
         self.soon[slot], self.found[slot] = needed, others
+        if self.keeps_states:
+            held = context.state if context is not None else None
+            self.state[slot] = self._taken(self.states[self.part(slot)]) if held is None else held
         if context is not None:
             sample.context = None
             self.kept.pop(sample.conversation, None)  # type: ignore[arg-type]
@@ -349,6 +367,11 @@ class SlotTable:
         self.age[slot] = self._clock
         self._note(slot, sample)
         return slot
+
+    def _has_state(self, part: int, context: Context | None) -> bool:
+        """Return whether a part has a state for a row with such a context."""
+        brings = context is not None and context.state is not None
+        return not self.keeps_states or brings or self.states[part].available > 0
 
     def _parts(self, context: Context | None) -> Sequence[int]:
         """Return the parts in which a row can be that has such a context."""
@@ -390,6 +413,7 @@ class SlotTable:
         """Note that a slot has no positions."""
         self.filled[slot] = self.pure[slot] = self.held[slot] = 0
         self.keys[slot], self.oldest_version[slot], self.stale[slot] = [], self.version, False
+        self._begin_from(slot, None)
 
     def _bring(self, slot: int, context: Context) -> None:
         """Give a slot what was kept, as far as it is of the slot's row."""
@@ -397,10 +421,14 @@ class SlotTable:
         kept = context.tokens
         width = min(len(row) - 1, len(kept))
         known = int(np.minimum.accumulate(row[:width] == kept[:width]).sum())
+        if self.keeps_states and known < len(kept):  # the state is of other tokens
+            known = 0
         pages, whole = context.pages, self._pages(known)
         if context.saved is not None:
             pages = [self._taken(pool) for _ in range(whole)]
-            self._restore(self.part(slot), pages, context.saved)
+            if known:
+                state = (int(self.state[slot]),) if self.keeps_states else ()
+                self._restore(self.part(slot), pages, context.saved, *state)
         elif known < len(kept) and known % self.page:
             last = pages[whole - 1]
             if pool.references[last] > 1 or pool.is_whole(last):  # others read what follows there
@@ -423,12 +451,19 @@ class SlotTable:
         assert page is not None  # as many were free
         return page
 
-    def release(self, slot: int) -> None:
-        """Take the sample out of a slot; what it holds stays if its conversation goes on."""
+    def release(self, slot: int, *, in_flight: bool = False) -> None:
+        """Take the sample out of a slot; what it holds stays if its conversation goes on.
+
+        Args:
+            in_flight: a block that is under way may draw more of it, which goes into its state.
+        """
         sample = self.samples[slot]
         assert sample is not None
         context = self._leave(slot)
-        self._keep(sample.conversation, context)
+        if self.keeps_states and in_flight:
+            self._drop(context)
+        else:
+            self._keep(sample.conversation, context)
 
     def keep(self, sample: Sample) -> None:
         """Let the conversation of a sample that has made room, and ends, have what it held."""
@@ -466,22 +501,31 @@ class SlotTable:
         if not self._groups[group]:
             del self._groups[group]
         pool, pages = self.pools[self.part(slot)], self.table[slot, : self.held[slot]].tolist()
+        if self.begin[slot] is not None:  # what it found has not come to its own state
+            self.filled[slot] = self.pure[slot] = 0
+            self.keys[slot] = []
         used = self._pages(int(self.filled[slot]))
         for page in pages[used:]:
             pool.release(page)
         tokens = self.tokens[slot, : self.filled[slot]].copy()
         pure, keys, oldest = int(self.pure[slot]), self.keys[slot], int(self.oldest_version[slot])
         stale = bool(self.stale[slot])
+        state = int(self.state[slot]) if self.keeps_states else None
         self._clear(slot)
-        return Context(tokens, pure, keys, oldest, self.part(slot), pages[:used], stale)
+        self.state[slot] = -1
+        part = self.part(slot)
+        return Context(tokens, pure, keys, oldest, part, pages[:used], stale, state=state)
 
     def _drop(self, context: Context) -> None:
         for page in reversed(context.pages):  # the end of a row is the first to be forgotten
             self.pools[context.part].release(page)
-        context.pages = []
+        if context.state is not None:
+            self.states[context.part].release(context.state)
+        context.pages, context.state = [], None
 
     def _to_host(self, context: Context) -> None:
-        context.saved = self._save(context.part, context.pages)
+        state = (context.state,) if self.keeps_states else ()
+        context.saved = self._save(context.part, context.pages, *state)
         self._drop(context)
 
     def let_go(self) -> None:
@@ -535,14 +579,19 @@ class SlotTable:
         if not self._may_share(slot):
             return []
         filled, keys, row = int(self.filled[slot]), self.keys[slot], self._row(slot)
-        found = self._find(self.part(slot), row, filled // self.page, self._last_key(slot))
+        if self.keeps_states and filled:  # its state has gone on from there
+            return []
+        found = self._reusable(self.part(slot), row, filled // self.page, self._last_key(slot))
         for number, (key, page) in enumerate(found, filled // self.page):
             self._put(slot, number, page)
             keys.append(key)
         filled += len(found) * self.page
+        if found and self.keeps_states:
+            self._begin_from(slot, found[-1][0])
         tail = self._tail(slot, filled)
         if tail is not None and not self.pools[self.part(slot)].references[tail]:
             self._put(slot, filled // self.page, tail)
+            self._begin_with_tail(slot, filled)
             filled = len(row) - 1
         self.filled[slot] = self.pure[slot] = filled
         return [page for _, page in found]
@@ -557,15 +606,66 @@ class SlotTable:
         page = self._tail(slot, filled) if self._may_share(slot) else None
         if page is None:
             return None
+        self._begin_with_tail(slot, filled)
         self.filled[slot] = self.pure[slot] = self.length[slot] - 1
         return page, int(self.table[slot, filled // self.page])
 
     def _tail(self, slot: int, filled: int) -> int | None:
         """Return the page that has what a row misses, where that is less than a page."""
-        tail = self._row(slot)[filled:-1]
+        tail, part = self._row(slot)[filled:-1], self.part(slot)
         if not 0 < len(tail) < self.page:
             return None
-        return self.pools[self.part(slot)].find(page_key(self._last_key(slot), tail))
+        key = page_key(self._last_key(slot), tail)
+        if self.keeps_states and self.states[part].find(key) is None:
+            return None
+        return self.pools[part].find(key)
+
+    def _begin_with_tail(self, slot: int, filled: int) -> None:
+        """Let a slot that has `filled` tokens begin behind the tail of its prompt."""
+        if self.keeps_states:
+            self._begin_from(slot, page_key(self._last_key(slot), self._row(slot)[filled:-1]))
+
+    def _begin_from(self, slot: int, key: bytes | None) -> None:
+        """Let a slot begin from the state of that name; None = from its own."""
+        pool, before = self.states[self.part(slot)], self.begin[slot]
+        self.begin[slot] = None if key is None else pool.find(key)
+        if (state := self.begin[slot]) is not None:
+            pool.refer(state)
+        if before is not None:
+            pool.release(before)
+
+    def begun(self, slot: int) -> int | None:
+        """Return the state that a slot begins from, for the caller to release; None = its own."""
+        state, self.begin[slot] = self.begin[slot], None
+        return state
+
+    def borders(self, slot: int, start: int) -> dict[int, int]:
+        """Name states at borders of a prompt that a slot has filled from `start` on.
+
+        They are the last border of a page, and the end but for the last token.
+
+        Returns:
+            The positions that are borders, and the state that is to be kept of each.
+        """
+        filled, end = int(self.filled[slot]), int(self.prompt[slot]) - 1
+        if not self.keeps_states or self.stale[slot] or self.pure[slot] < filled:
+            return {}
+        last = end // self.page * self.page
+        row, keys, found = self._row(slot), self.keys[slot], {}
+        pool = self.states[self.part(slot)]
+        for at in {last, end}:
+            if not start < at <= filled or (at != filled and (at - start) % self._tile):
+                continue  # no tile ends there
+            key = self._last_key_at(keys, last)
+            if at > last:
+                key = page_key(key, row[last:at])
+            if pool.find(key) is None and (state := pool.take()) is not None:
+                pool.name(state, key)
+                found[at] = state  # with a reference until the block has begun
+        return found
+
+    def _last_key_at(self, keys: Sequence[bytes], position: int) -> bytes:
+        return keys[position // self.page - 1] if position else ROOT
 
     def _may_share(self, slot: int) -> bool:
         """Return whether pages of others can follow what a slot has."""
@@ -600,6 +700,13 @@ class SlotTable:
             if page is None:
                 break
             found.append((before, page))
+        return found
+
+    def _reusable(self, part: int, row: np.ndarray, first: int, before: bytes) -> list:
+        """Return what `_find` does, but no more than up to a state, of a model that keeps some."""
+        found = self._find(part, row, first, before)
+        while found and self.keeps_states and self.states[part].find(found[-1][0]) is None:
+            found.pop()
         return found
 
     def fill(self, slot: int, tokens: int) -> list[int]:
@@ -650,7 +757,8 @@ class SlotTable:
     def known_prefix(self, tokens: Sequence[int]) -> int:
         """Return how many tokens of a row some part has for any request."""
         row = np.array(tokens, np.int32)
-        return max(len(self._find(part, row, 0, ROOT)) for part in range(self.parts)) * self.page
+        found = (self._reusable(part, row, 0, ROOT) for part in range(self.parts))
+        return max(map(len, found)) * self.page
 
     def forget(self, waiting: Iterable[Sample] = (), *, live: bool) -> None:
         """Forget what nobody goes on with; with `live` that of conversations and samples, too.
@@ -659,7 +767,7 @@ class SlotTable:
             waiting: samples without a slot.
         """
         self.let_go()
-        for pool in self.pools:
+        for pool in (*self.pools, *self.states):
             pool.forget()
         for slot, _ in self.live():
             if live:
@@ -686,4 +794,10 @@ class SlotTable:
         self.pools = [PagePool() for _ in self.pools]
         for pool in self.pools:
             pool.grow(pages)
+        states = len(self.states[0].references)
+        self.states = [PagePool() for _ in self.states]
+        for pool in self.states:
+            pool.grow(states)
+        self.state[:] = -1
+        self.begin = [None] * len(self.begin)
         self.kept.clear()

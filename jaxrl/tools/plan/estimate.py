@@ -13,8 +13,9 @@ from jaxrl.models.architecture import (
     TransformerConfig,
     layer_flags,
     layer_params,
-    layer_stacks,
+    layers_with,
 )
+from jaxrl.models.delta_rule import CHUNK
 from jaxrl.models.expert_exchange import GATHER, Exchange, exchange_of
 from jaxrl.models.kernels.context_attention import keys_received
 from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
@@ -67,10 +68,21 @@ def _intermediates(part: Part, rows: int, length: int, exchange: str) -> dict[st
         found = _exchange(part, rows * length, exchange)
         mlp = found.devices * found.places / (rows * length) * routed
         mlp += 3 * (e.shared_width or 0) / tensor
+    qkv = (model.num_heads * (1 + model.output_gate) + 2 * model.num_kv_heads) * heads
+    rule = 0.0
+    if (net := model.delta_net) is not None:
+        values = net.value_heads * net.value_dim
+        qkv = max(qkv, (net.channels + values) / tensor)
+        # float32 in chunks: decays, products with them and their inverse; keys and queries by head
+        of_head = 5 * CHUNK + 4 * net.key_dim + 3 * net.value_dim
+        rule = rows * length * net.value_heads / tensor * of_head * 4
+        # and a state behind each chunk
+        rule += rows * length / CHUNK * net.value_heads / tensor * net.key_dim * net.value_dim * 4
     return {
+        "rule": rule,
         "input": tokens * model.hidden_size,
         "norms": 3 * tokens * model.hidden_size,
-        "qkv": tokens * (model.num_heads + 2 * model.num_kv_heads) * heads,
+        "qkv": tokens * qkv,
         "attention": tokens * model.num_heads * heads,
         "mlp": tokens * mlp,
         "scores": 0.0,
@@ -130,7 +142,7 @@ def collectives(phase: Phase, remat: str, exchange: str = GATHER) -> dict[str, f
         sums = 2 * model.num_layers * passes[phase.kind]
         sent["all-reduce"] = sums * activations * 2 * (tensor - 1) / tensor
     if expert > 1 and (e := model.experts) is not None:
-        layers = sum(len(s.layers) for s in layer_stacks(model) if s.kind == EXPERTS)
+        layers = layers_with(model, EXPERTS)
         named = GATHER if phase.kind in SAMPLING else exchange
         way, width = _exchange(part, rows * length, named), model.hidden_size
         there, back = way.there(width, e.per_token, size), way.back(width)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.data.microbatches import MAX_PER_ROW, Microbatching
-from jaxrl.models.architecture import layer_params
+from jaxrl.models.architecture import attention_flops, layer_params, state_flops
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.head_log_probs import block_tokens
 from jaxrl.models.kernels.paged_attention import BLOCK_POSITIONS
@@ -25,7 +25,6 @@ from jaxrl.tools.plan.hlo import ONCE, Inner
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.work import (
     Work,
-    attention_flops,
     decode_step_bytes,
     forward_work,
     gradient_work,
@@ -326,7 +325,10 @@ def _prefill(run: Run, programs: Programs, part: Part, call: Call, prompts: floa
         (shape.tiles, shape.tile),
         part.names,
         runs=math.ceil(tiles / chunk),
-        work=Work(2.0 * layer_params(model) * tokens + attention, attention=attention),
+        work=Work(
+            (2.0 * layer_params(model) + state_flops(model)) * tokens + attention,
+            attention=attention,
+        ),
         donated=1,
         inner=Inner(pages=math.ceil(context / BLOCK_POSITIONS), alone=True),
         reads=weights + read,
@@ -353,10 +355,12 @@ def _decode(
     blocks = _blocks(samples / (slots * share), drawn, mean, programs.steps, late)
     live = samples * mean / (slots * max(blocks * steps, 1)) if shorter else share
     attention = slots * steps * attention_flops(model) * context
-    products = slots * steps * (2 * layer_params(model) + head_flops(model, 1))
+    each = 2 * layer_params(model) + state_flops(model) + head_flops(model, 1)
+    products = slots * steps * each
     rows = slots // programs.parts
     weights = decode_step_bytes(model, rows, 0, part.dtype.itemsize)
     read = _position_bytes(programs, call) * rows * live * context
+    read += 2 * _state_bytes(programs, call) * rows * live
     return Phase(
         "decode",
         "decode",
@@ -379,7 +383,13 @@ def _decode(
 
 def _position_bytes(programs: Programs, call: Call) -> float:
     """Return the bytes of a position's keys and values on a device, as they lie there."""
-    return device_bytes(call.args[1]) / (programs.pages * programs.shape.page)
+    pages = call.args[1]._replace(states=())
+    return device_bytes(pages) / (programs.pages * programs.shape.page)
+
+
+def _state_bytes(programs: Programs, call: Call) -> float:
+    """Return the bytes of a row's states on a device."""
+    return device_bytes(call.args[1].states) / max(programs.states, 1)
 
 
 def _lengths(run: Run) -> tuple[int, int, int]:

@@ -5,7 +5,14 @@ XLA's own count takes the body of a loop once, and nothing of a kernel.
 
 from typing import NamedTuple
 
-from jaxrl.models.architecture import TransformerConfig, layer_params
+from jaxrl.models.architecture import (
+    TransformerConfig,
+    attention_flops,
+    layer_params,
+    position_elements,
+    state_elements,
+    state_flops,
+)
 
 # Share of the layers' products and attention that a remat policy computes again.
 RECOMPUTED = {
@@ -15,6 +22,9 @@ RECOMPUTED = {
     "full": (1, 1),
     "offload": (1, 1),
 }
+
+
+STATE_BYTES = 4  # nearly all of a state is float32
 
 
 class Work(NamedTuple):
@@ -75,16 +85,11 @@ def _head(model: TransformerConfig, wanted: int) -> int:
 def layers_flops(model: TransformerConfig, start: int, stop: int) -> float:
     """Return the FLOPs of the layers for positions start..stop-1 of one sequence.
 
-    2 per parameter that a token uses; 2 for q k^T and 2 for probs v, per head dim and position
-    seen.
+    2 per parameter that a token uses; see `attention_flops`, and `state_flops` of layers without.
     """
     seen = (stop * (stop + 1) - start * (start + 1)) // 2
-    return 2 * layer_params(model) * (stop - start) + attention_flops(model) * seen
-
-
-def attention_flops(model: TransformerConfig) -> int:
-    """Return the FLOPs of scores and values for a token and a position that it sees."""
-    return 4 * model.num_layers * model.num_heads * model.head_dim
+    each = 2 * layer_params(model) + state_flops(model)
+    return each * (stop - start) + attention_flops(model) * seen
 
 
 def head_flops(model: TransformerConfig, tokens: int) -> int:
@@ -97,12 +102,14 @@ def decode_step_bytes(
 ) -> float:
     """Return the bytes that one decode step must read.
 
-    They are every weight once that the rows use, and the keys and values of each row.
+    They are every weight once that the rows use, the keys and values of each row, and its states,
+    which are written, too.
 
     Args:
         batch: rows; a part of one where some are dead.
         context: mean positions seen by a row.
     """
     weights = layer_params(model, batch) + model.hidden_size * model.vocab_size
-    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * context * batch
-    return bytes_per_element * (weights + cache)
+    cache = position_elements(model) * context * batch
+    states = 2 * STATE_BYTES * state_elements(model) * batch
+    return bytes_per_element * (weights + cache) + states

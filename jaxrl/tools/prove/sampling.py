@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.models.architecture import position_elements, state_elements
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.transformer import (
     Params,
@@ -104,7 +105,8 @@ def _too_large(task: Task, model: TransformerConfig, slots: int) -> str:
     page = shape_of(machine.platform).page
     pages = -(-(task.work.prompt + task.work.new_tokens) // page)
     positions = pages * page * slots / machine.number
-    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim * positions * size
+    cache = position_elements(model) * positions * size
+    cache += 4 * state_elements(model) * slots / machine.number
     needed = 4 * weights / machine.number + size * weights + cache
     if machine.memory is None or needed < 0.8 * machine.memory:
         return ""
