@@ -447,7 +447,7 @@ FAMILIES = {
         None,
         _EXPERTS | {"shared_width": "shared_expert_intermediate_size"},
         {"shared_gate": True},
-        LINEAR,
+        other=LINEAR,
     ),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", _QWEN3_5, _QWEN3_5_FEATURES, None, other=LINEAR),
     "qwen3_5_moe_text": Family(
@@ -458,7 +458,7 @@ FAMILIES = {
         {k: x for k, x in _EXPERTS.items() if k != "normalise"}
         | {"shared_width": "shared_expert_intermediate_size"},
         {"normalise": True, "shared_gate": True},
-        LINEAR,
+        other=LINEAR,
     ),
     "lfm2": Family("Lfm2ForCausalLM", _LFM2, {"qk_norm": True}, None, other=CONV),
 }
