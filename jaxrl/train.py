@@ -460,7 +460,7 @@ def meshes(config: cfg.TrainConfig, devices: Sequence[Any] | None = None) -> tup
 
 def sized(
     config: cfg.TrainConfig,
-    get_model: Callable[[], TransformerConfig],
+    get_model: Callable[[], TransformerConfig | AdaptedModel],
     devices: Sequence[Any] | None = None,
     memory: float | None = None,
     platform: str | None = None,
@@ -491,6 +491,7 @@ def sized(
     memory = device_memory(device) if memory is None else memory
     if known and memory < math.inf:
         model, (mesh, sampler) = get_model(), meshes(config, devices)
+        assert isinstance(model, TransformerConfig)  # of a folder
         on = frozenset(sampler.devices.flat)
         beside = beside_the_engine(config, model, mesh, on, devices)
         recorded, source = recorded_settings(config.trainer)

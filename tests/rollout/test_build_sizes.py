@@ -1,6 +1,7 @@
 """How many devices and processes make an engine, where the config leaves it to their memory."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxrl import config as cfg
@@ -57,7 +58,7 @@ def to_load(tensor):
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 def test_weights_of_a_device_are_counted_as_they_are_split(tensor):
     mesh = make_mesh(devices=jax.devices(), data=-1, tensor=tensor)
-    assert weight_bytes(MODEL, mesh, "float32") == SPLIT // tensor + NORMS
+    assert weight_bytes(MODEL, mesh, jnp.dtype("float32")) == SPLIT // tensor + NORMS
 
 
 @pytest.mark.parametrize(
