@@ -338,9 +338,13 @@ def _check_free_schedule(config: TrainConfig) -> None:
 
 
 def _check_shared_devices(config: TrainConfig, num_devices: int) -> None:
-    """Refuse two programs with collectives on the same devices: they could wait for ever."""
-    tensor = config.generator.inference_engine.tensor_parallel_size
-    shared = in_process(config) and config.trainer.placement.colocate_all
+    """Refuse two programs with collectives on the same devices: they could wait for ever.
+
+    An engine over several processes samples while the trainer waits.
+    """
+    engine = config.generator.inference_engine
+    tensor, alone = engine.tensor_parallel_size, engine.hosts_per_engine == 1
+    shared = in_process(config) and config.trainer.placement.colocate_all and alone
     if shared and num_devices > 1 and tensor > 1 and config.trainer.fully_async.max_staleness_steps:
         fix = (
             "an engine that samples beside training on the same devices must not be split over "
