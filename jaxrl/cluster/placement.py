@@ -30,7 +30,7 @@ class Placement(NamedTuple):
 
     def bundles(self, hosts: int) -> list[dict[str, float]]:
         """Return Ray's resources of every host."""
-        return [self.bundle | self.head, *[self.bundle] * (hosts - 1)]
+        return [{**self.bundle, **self.head}, *[self.bundle] * (hosts - 1)]
 
 
 def place_in_slice(
@@ -68,8 +68,7 @@ def place_in_slice(
         _fail(NODES, hosts, fix)
     name = max(whole, key=lambda name: free.get(name, 0) >= hosts)  # the first that is free
     found = place(slices[name], hosts, processes_per_host, platforms)
-    first = next((n for n in slices[name] if _head(n)), None)
-    heads = {head: 1.0 for head in [first and _head(first)] if head}
+    heads = {head: 1.0 for node in slices[name] if (head := _head(node))}
     named = {name: 1.0} if all(name in node["Resources"] for node in slices[name]) else {}
     return found._replace(bundle=found.bundle | named, head=heads)
 
