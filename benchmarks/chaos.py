@@ -108,9 +108,14 @@ def slowly_judged() -> Iterator[dict[str, Any]]:
 
 
 class Run:
-    """`python -m jaxrl.train` on one device, in a folder of its own."""
+    """`python -m jaxrl.train` on one device, in a folder of its own.
 
-    def __init__(self, folder: Path, kind: str, steps: int, cache: Path) -> None:
+    Args:
+        changes: of the config.
+        cache: of compiled programs.
+    """
+
+    def __init__(self, folder: Path, changes: dict[str, Any], steps: int, cache: Path) -> None:
         self.folder, self.steps, self.cache = folder, steps, cache
         self.checkpoints, self.run_folder = folder / "checkpoints", folder / "quickstart"
         config = cfg.apply_overrides(
@@ -130,25 +135,29 @@ class Run:
                 "trainer.log_path": str(folder),
                 "trainer.ckpt_path": str(self.checkpoints),
                 "trainer.export_path": str(folder / "exports"),
-                **KINDS[kind],
+                **changes,
             },
         )
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.recipe = folder / "recipe.py"
         values = cfg.get_config_as_dict(config)
         self.recipe.write_text(f"def get_config():\n    return {values!r}\n")
 
     def start(self) -> subprocess.Popen:
         """In a process group of its own, which is killed whole."""
+        return self.command("jaxrl.train", f"--config={self.recipe}")
+
+    def command(self, module: str, *words: str, flags: str = "") -> subprocess.Popen:
+        """Start a module; what it prints goes to `output`."""
         environment = {
-            "XLA_FLAGS": "",
+            "XLA_FLAGS": flags,
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         with (self.folder / "output").open("a") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "jaxrl.train", f"--config={self.recipe}"],
+                [sys.executable, "-m", module, *words],
                 cwd=ROOT,
                 env=os.environ | environment,
                 stdout=output,
@@ -307,8 +316,8 @@ def check(run: Run) -> list[str]:
 def torment(folder: Path, kind: str, kills: int, rng: random.Random) -> dict[str, Any]:
     """Kill a run of a kind, let it finish, compare it with one that was left alone."""
     steps = 8 * kills + 16
-    killed = Run(folder / kind, kind, steps, folder / "cache")
-    whole = Run(folder / f"{kind}-whole", kind, steps, folder / "cache")
+    killed = Run(folder / kind, KINDS[kind], steps, folder / "cache")
+    whole = Run(folder / f"{kind}-whole", KINDS[kind], steps, folder / "cache")
     whole.finish()  # fills the cache of compiled programs
     hits, failures = collections.Counter[str](), check(whole)
     for number in range(1, kills + 1):

@@ -12,6 +12,10 @@
     --against      another run: compares what both recorded, computes nothing; takes none of the
                    other options
 
+A run of several processes is replayed by as many, started as a job's are: on one machine by
+
+    python -m jaxrl.cluster.launch --local-processes=2 --module=jaxrl.replay RUN
+
 A replayed step takes its rollouts from RUN and does everything else again: log-probs, advantages,
 updates. The checksum of every array of its batch and of its state is compared with the recorded
 one; metrics, exports and evaluations are not. All is done with the config of the last attempt: a
@@ -28,6 +32,7 @@ if __name__ == "__main__":
 import sys
 from collections.abc import Sequence
 
+from jaxrl.parallel.processes import joined_main
 from jaxrl.tools.replay.recorded_run import CorruptedRollouts, RecordedRun, use_devices
 from jaxrl.tools.replay.steps import Compared, against, replay
 
@@ -64,4 +69,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(joined_main(main, sys.argv[1:]))

@@ -57,7 +57,7 @@ from jaxrl.registry.memory import (
     initial_state_of,
     renewed,
 )
-from jaxrl.rollout.conversations.across_processes import sample_across_processes
+from jaxrl.rollout.conversations.across_processes import exchanged, sample_across_processes
 from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.conversations.dynamic_sampling import collect
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
@@ -114,6 +114,7 @@ class Trainer:
 
     initial_state: Mapping[str, Any] = {}  # what a subclass keeps between steps; see `remember`
     held_groups: Sequence[int] = ()  # numbers in the ledger of groups that wait to be trained
+    ledger_facts: Mapping[str, Any] = {}  # that the audit must know of a subclass
     updates, skipped = 0, 0  # of the policy by this process, and how many were not finite
     next_ordinal: int | None = None  # of the first prompt never handed out; None: none waits
     wait_for = staticmethod(run_now)  # for a coroutine
@@ -644,6 +645,8 @@ class Trainer:
     def answer(self, prompt: str | Sequence[Message]) -> str:
         """Return what the policy answers to a prompt, greedily.
 
+        In a job whose processes have no engine each it is a collective: the first one's answers.
+
         Args:
             prompt: text of the user, or chat messages.
         """
@@ -653,8 +656,20 @@ class Trainer:
         params = dataclasses.replace(generator.sampling_params, temperature=0.0)
         sampling = sampling_of(params, self.eos_token_ids)
         asked = Request(tuple(tokens), keys=((0, 0),), sampling=sampling)
-        [[completion]] = self.engine.generate([asked])
-        return self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        each = cfg.engine_hosts(generator.inference_engine) == 1 and cfg.in_process(self.config)
+        found, error = None, None
+        with phase_of(self.engine) as samples:
+            try:
+                if each or (samples and is_first()):
+                    [[found]] = self.engine.generate([asked])
+            except Exception as raised:  # the others wait
+                error = raised
+        if not each:
+            _, (found, *_) = exchanged(None, error, found)
+        elif error:
+            raise error
+        assert found is not None
+        return self.tokenizer.decode(found.tokens, skip_special_tokens=True)
 
     def notify(self, event: str, about: CallbackInput, control: TrainingControl) -> None:
         """Tell the callbacks of an event, in their order."""
@@ -829,6 +844,7 @@ class Trainer:
                 "policy_mini_batch_size": settings.policy_mini_batch_size,
                 "dynamic_sampling": settings.algorithm.dynamic_sampling.type,
                 **({"own_order": True} if self._chooses_prompts() else {}),
+                **self.ledger_facts,
             },
             machine=machine_of(self.mesh),
             uids=[prompt.uid for prompt in self.train_prompts],

@@ -131,6 +131,20 @@ def test_a_checkpoint_of_four_restores_on(runs, tmp_path, count):
     assert_close(continued, exported(runs[1]))
 
 
+def test_a_job_of_two_is_replayed_by_two(runs):
+    """Bit for bit, from its checkpoint of step 3; so many processes are said to be needed."""
+    folder = str(runs[2] / "quickstart")
+    launch = ["-m", "jaxrl.cluster.launch", "--local-processes=2", "--module=jaxrl.replay"]
+    (ended,) = run([*launch, folder], 1, devices=4)
+    assert ended.status == 0, ended.error[-3000:]
+    for step in (3, 4, 5):
+        assert f"step {step}: bit-identical" in ended.out
+    assert "other machines" not in ended.out
+    (alone,) = run(["-m", "jaxrl.replay", folder, "--step=4"], 1, devices=4)
+    assert alone.status in (0, 1), alone.error[-3000:]  # sums may be in another order
+    assert "the run had 2 process(es), and this is 1" in alone.out
+
+
 def test_supervised(tmp_path):
     """`jaxrl.sft` too."""
     found = {}

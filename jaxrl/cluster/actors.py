@@ -51,21 +51,21 @@ class RayAttempt:
         self._running: list[set[int]] = []  # processes of each host
         self._actors: list[Any] = []
         self._lifeline = Lifeline(ray.util.get_node_ip_address())  # see end_with
-        self._group = ray.util.placement_group([placement.bundle] * hosts, "STRICT_SPREAD")
+        bundles = placement.bundles(hosts)
+        self._group = ray.util.placement_group(bundles, "STRICT_SPREAD")
         while not self._group.wait(LOOK_SECONDS):
             if time.monotonic() > deadline:
                 self.stop()
                 raise HostLost(f"{hosts} hosts with {placement.bundle} each were not free in time")
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        resources = {k: v for k, v in placement.bundle.items() if k not in ("CPU", "GPU")}
         self._actors = [
             HostActor.options(  # type: ignore[attr-defined]
                 num_cpus=placement.bundle["CPU"],
                 num_gpus=placement.bundle.get("GPU", 0),
-                resources=resources,
+                resources={k: v for k, v in bundle.items() if k not in ("CPU", "GPU")},
                 scheduling_strategy=strategy(self._group, number),
             ).remote()
-            for number in range(hosts)
+            for number, bundle in enumerate(bundles)
         ]
 
     def facts(self) -> list[Facts]:

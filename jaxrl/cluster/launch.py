@@ -8,13 +8,14 @@ The first runs one process on each of trainer.placement.policy_num_nodes hosts o
 RAY_ADDRESS, or of one that it starts here. The second runs all processes of a job on this machine.
 The third is started on every host by other means (Slurm, GKE, ssh) and runs the process of that
 one: JAX_COORDINATOR_ADDRESS, JAXRL_NUM_PROCESSES and JAXRL_PROCESS_ID say which it is, or JAX finds
-it out. These two also take --module=jaxrl.sft. docs/cluster.md explains; every field of
-docs/configuration.md can be set: --config.<path>=<value>.
+it out. These two also take --module=jaxrl.sft, and --module=jaxrl.replay with its arguments.
+docs/cluster.md explains; every field of docs/configuration.md can be set: --config.<path>=<value>.
 """
 
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,18 @@ from typing import TYPE_CHECKING, Any
 from jaxrl import cli
 from jaxrl.cluster.child import Start
 from jaxrl.cluster.host import Host
-from jaxrl.cluster.settings import Settings, place_in_job, read_settings
+from jaxrl.cluster.settings import (
+    Settings,
+    place_in_job,
+    read_settings,
+    settings_without_config,
+)
 from jaxrl.cluster.supervise import supervise
 
 if TYPE_CHECKING:
     from jaxrl.train import BasePPOExp
 
-TRAIN = "jaxrl.train"
+TRAIN, REPLAY = "jaxrl.train", "jaxrl.replay"
 
 
 def launch(config: Any, experiment: "type[BasePPOExp] | None" = None, **options: Any) -> int:
@@ -79,9 +85,14 @@ def launch_here(arguments: Sequence[str], processes: int, module: str = TRAIN) -
     Raises:
         ValueError: see `Host.start`.
     """
+    if module == REPLAY:  # which has no config of its own, and is not started again
+        with tempfile.TemporaryDirectory(prefix="jaxrl_replay_logs_") as logs:
+            return _supervised(arguments, processes, module, settings_without_config(logs))
     settings = read_settings(arguments, processes if module == TRAIN else 0)
-    if settings is None:
-        return cli.REFUSED
+    return cli.REFUSED if settings is None else _supervised(arguments, processes, module, settings)
+
+
+def _supervised(arguments: Sequence[str], processes: int, module: str, settings: Settings) -> int:
 
     def start(mode: str | None) -> tuple[Host, dict[int, str]]:
         words = ["-m", module, *arguments]

@@ -3,23 +3,90 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 ACCELERATORS = ("TPU", "GPU")  # Ray's names of resources
 NODES, EACH = "trainer.placement.policy_num_nodes", "trainer.cluster.processes_per_host"
+SLICE_LABEL = "ray.io/tpu-slice-name"
+_HEAD = re.compile(r"TPU-.+-head")  # e.g. TPU-v5e-16-head
+# Resources that hosts of several slices have: Ray's own, and the heads'.
+_KNOWN = re.compile(r"(CPU|GPU|TPU|memory|object_store_memory)$|(TPU-|node:|accelerator_type:)")
 _HOST_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 class Placement(NamedTuple):
-    """Describe what a job takes of a cluster, the same on every host.
+    """Describe what a job takes of a cluster, the same on every host but for `head`.
 
     Attributes:
         bundle: Ray's resources of a host.
         devices: of a host; None where Ray does not count them: CPU.
+        head: what it takes of the first host of a TPU slice beside that.
     """
 
     bundle: dict[str, float]
     devices: int | None
+    head: Mapping[str, float] = MappingProxyType({})
+
+    def bundles(self, hosts: int) -> list[dict[str, float]]:
+        """Return Ray's resources of every host."""
+        return [{**self.bundle, **self.head}, *[self.bundle] * (hosts - 1)]
+
+
+def place_in_slice(
+    nodes: Sequence[Mapping[str, Any]],
+    hosts: int,
+    processes_per_host: int,
+    platforms: str,
+    free: Mapping[str, float],
+) -> Placement:
+    """Take all accelerators of some hosts, see `place`; where these are TPUs, a slice whole.
+
+    Its chips are wired to one another and to no other slice's, and a program on them begins when
+    all its hosts are there. Ray gives each host of a slice the slice's name as a resource, and the
+    first `TPU-<type>-head`; Ray Train reserves slices by the latter, which is therefore taken too.
+
+    Args:
+        free: of `ray.available_resources()`.
+
+    Raises:
+        ValueError: see `place`; no slice has so many hosts.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    slices: dict[str, list[Mapping[str, Any]]] = {}
+    for node in alive:
+        if node["Resources"].get("TPU", 0) and (name := _slice_name(node, alive)):
+            slices.setdefault(name, []).append(node)
+    if not slices or platforms.split(",", maxsplit=1)[0] == "cpu":
+        return place(nodes, hosts, processes_per_host, platforms)
+    whole = [name for name, members in slices.items() if len(members) == hosts]
+    if not whole:
+        found = ", ".join(f"{name} has {len(members)}" for name, members in slices.items())
+        fix = (
+            f"a job takes a TPU slice whole, and of the hosts alive {found}; set it to one of these"
+        )
+        _fail(NODES, hosts, fix)
+    name = max(whole, key=lambda name: free.get(name, 0) >= hosts)  # the first that is free
+    found = place(slices[name], hosts, processes_per_host, platforms)
+    heads = {head: 1.0 for node in slices[name] if (head := _head(node))}
+    named = {name: 1.0} if all(name in node["Resources"] for node in slices[name]) else {}
+    return found._replace(bundle=found.bundle | named, head=heads)
+
+
+def _head(node: Mapping[str, Any]) -> str | None:
+    """Return the resource that only the first host of a TPU slice has, if this is it."""
+    return next((name for name in node["Resources"] if _HEAD.fullmatch(name)), None)
+
+
+def _slice_name(node: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the TPU slice of a host: its label, or the resource that it shares with a head."""
+    if name := node.get("Labels", {}).get(SLICE_LABEL):
+        return name
+    for first in filter(_head, nodes):
+        common = [x for x in first["Resources"] if x in node["Resources"] and not _KNOWN.match(x)]
+        if common:
+            return common[0]
+    return None
 
 
 def place(

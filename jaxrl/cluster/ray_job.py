@@ -12,7 +12,7 @@ from jaxrl.cluster.child import Start
 from jaxrl.cluster.experiment import pack_job
 from jaxrl.cluster.host import Facts, Host, check_versions
 from jaxrl.cluster.initialize import worker_environment
-from jaxrl.cluster.placement import Placement, place
+from jaxrl.cluster.placement import Placement, place_in_slice
 from jaxrl.cluster.ray_import import ray
 from jaxrl.cluster.settings import place_in_job, settings_of
 from jaxrl.cluster.supervise import HostLost
@@ -41,7 +41,8 @@ class RayJob:
         self.placement = self._place()
 
     def _place(self) -> Placement:
-        return place(ray.nodes(), self.hosts, self.each, os.environ.get("JAX_PLATFORMS", ""))
+        platforms, free = os.environ.get("JAX_PLATFORMS", ""), ray.available_resources()
+        return place_in_slice(ray.nodes(), self.hosts, self.each, platforms, free)
 
     def start(self, mode: str | None) -> tuple[RayAttempt, dict[int, str]]:
         """Start all processes; return the attempt, with labels for what they print.

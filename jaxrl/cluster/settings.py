@@ -76,6 +76,20 @@ def settings_of(config: Any) -> Settings:
     )
 
 
+def settings_without_config(log_folder: str) -> Settings:
+    """Return the settings of a program without a config: it is not started again, nor watched."""
+    return Settings(
+        log_folder=log_folder,
+        ckpt_path=log_folder,
+        resume_mode=None,
+        max_restarts=0,
+        restart_backoff_seconds=0.0,
+        start_seconds=300,
+        heartbeat_seconds=100,
+        stall_seconds=0,
+    )
+
+
 def check(config: Any, hosts: int, each: int, devices: int | None = None) -> None:
     """Refuse a config before anything is started; what it warns of is printed by the run.
 

@@ -5,8 +5,9 @@ import math
 from typing import Any, NamedTuple
 
 from jaxrl.config.constraints import check_choice, fail
+from jaxrl.config.generator import engine_hosts
 from jaxrl.config.mesh import skyrl_sizes
-from jaxrl.config.rollouts import in_process
+from jaxrl.config.rollouts import in_process, runs_free
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.parallel import ShardingRules, mesh_sizes
 from jaxrl.parallel.mesh import AXES
@@ -118,13 +119,23 @@ def check_processes(config: TrainConfig, num_devices: int, num_processes: int) -
         raise ValueError(
             f"{num_processes} processes with {num_devices} devices in all: give each as many"
         )
-    if config.trainer.fully_async.enabled and in_process(config):
+    asynchronous, hosts = (
+        config.trainer.fully_async,
+        engine_hosts(config.generator.inference_engine),
+    )
+    if not asynchronous.enabled or not in_process(config):
+        return
+    if hosts > 1 and runs_free(config):
         fix = (
-            f"the engine samples in each of {num_processes} processes, which take their parts of a "
-            "batch together; sample on servers (generator.inference_engine.backend='vllm' or "
-            "remote_urls), or set it to False"
+            f"an engine over the devices of {hosts} processes samples while the trainer waits, and "
+            "so one batch at a time; set 'lockstep', or "
+            "generator.inference_engine.hosts_per_engine=1"
         )
-        fail("trainer.fully_async.enabled", True, fix)
+        fail("trainer.fully_async.schedule", "free", fix)
+    size, engines = config.trainer.train_batch_size, num_processes // hosts
+    if size < engines:
+        fix = f"leaves some of {engines} engines without a prompt of a batch; raise it"
+        fail("trainer.train_batch_size", size, fix)
 
 
 def _engine_is_apart(config: TrainConfig) -> bool:

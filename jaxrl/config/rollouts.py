@@ -32,7 +32,7 @@ def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
     if not overlaps(config):
         return max(prompts * generator.n_samples_per_prompt, evaluated)
     workers = trainer.fully_async.num_parallel_generation_workers
-    groups = workers if runs_free(config) else prompts
+    groups = -(-workers // num_processes) if runs_free(config) else prompts
     return groups * generator.n_samples_per_prompt + evaluated * (trainer.eval_interval > 0)
 
 

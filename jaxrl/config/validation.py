@@ -17,7 +17,7 @@ from jaxrl.config.data import SFTConfig, check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.environment import check_environment
 from jaxrl.config.field_status import status_of
-from jaxrl.config.generator import SamplingParams, engine_tensor
+from jaxrl.config.generator import SamplingParams, engine_hosts, engine_tensor
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_requirements import (
     allowed_reductions,
@@ -338,9 +338,13 @@ def _check_free_schedule(config: TrainConfig) -> None:
 
 
 def _check_shared_devices(config: TrainConfig, num_devices: int) -> None:
-    """Refuse two programs with collectives on the same devices: they could wait for ever."""
-    tensor = engine_tensor(config.generator.inference_engine)
-    shared = in_process(config) and config.trainer.placement.colocate_all
+    """Refuse two programs with collectives on the same devices: they could wait for ever.
+
+    An engine over several processes samples while the trainer waits.
+    """
+    engine = config.generator.inference_engine
+    tensor, alone = engine_tensor(engine), engine_hosts(engine) == 1
+    shared = in_process(config) and config.trainer.placement.colocate_all and alone
     if shared and num_devices > 1 and tensor > 1 and config.trainer.fully_async.max_staleness_steps:
         fix = (
             "an engine that samples beside training on the same devices must not be split over "

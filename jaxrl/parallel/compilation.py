@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import numpy as np
+from jax._src import compilation_cache, compiler  # no public way to write as another process
 
 from jaxrl import activity
 
@@ -18,12 +20,34 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 def enable_cache(folder: str | None) -> None:
     """Keep compiled programs in `folder`, for this and later processes; None = do not.
 
-    JAX_COMPILATION_CACHE_DIR, where set, outranks it.
+    JAX_COMPILATION_CACHE_DIR, where set, outranks it. Of a job each process but the first keeps its
+    programs in `process_<i>` below: what is for its own devices is no other one's, and where it is
+    for those of all the key may differ. Without them a job that starts again compiles for minutes.
     """
-    if folder is None or jax.config.values["jax_compilation_cache_dir"]:
+    chosen = jax.config.values["jax_compilation_cache_dir"]
+    if folder is None and not chosen:
         return
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if not chosen:
+        chosen = str(Path(cast(str, folder)).expanduser())
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if (process := jax.process_index()) and not chosen.endswith(own := f"/process_{process}"):
+        chosen += own
+        compiler._cache_write = _write_as_first  # JAX lets the first process alone write
+    if chosen != jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        compilation_cache.reset_cache()  # something may have been compiled already
+
+
+def _write_as_first(
+    key: str, seconds: float, name: str, backend: Any, executable: Any, callbacks: Sequence[Any]
+) -> None:
+    """Keep a program, as JAX's `_cache_write` does in the first process of a job."""
+    if callbacks or seconds < jax.config.values["jax_persistent_cache_min_compile_time_secs"]:
+        return
+    try:
+        compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+    except Exception as error:  # a full disk or a bucket that is away: the program is there
+        warnings.warn(f"the compiled {name} is not kept: {error}", stacklevel=2)
 
 
 class Call(NamedTuple):

@@ -4,11 +4,12 @@ import re
 
 import pytest
 
+from jaxrl.cli import STALLED
 from jaxrl.cluster.child import Start
 from jaxrl.cluster.host import Host
 from jaxrl.cluster.settings import place_in_job
 from jaxrl.cluster.supervise import Restarts, supervise
-from tests.jobs import ROOT
+from tests.jobs import ROOT, run as run_job
 
 pytestmark = pytest.mark.slow
 
@@ -71,3 +72,13 @@ def test_a_job_of_one_process_that_holds_the_lock(tmp_path, capfd):
     assert re.search(r"Timeout \(0:00:15[.\d]*\)!\n(.*\n)+.*line \d+ in holding_the_lock\n", err)
     holds = "process 0 holds the lock of its interpreter, or does not run; restart 1 of 2"
     assert f"launch: the job stands still: {holds}" in err
+
+
+def test_the_status_says_that_it_stood_still():
+    """75, where no launcher has ended the processes; the last may end with the coordinator."""
+    argv = ["-m", "tests.cluster.stalling_job", "asleep", "1"]
+    ended = run_job(argv, 2, devices=1, environment={"JAXRL_STALL_SECONDS": str(SECONDS)})
+    assert STALLED == 75
+    assert STALLED in [process.status for process in ended]
+    assert all(process.status != 0 for process in ended)
+    assert all("stalled: process " in process.error for process in ended)

@@ -4,8 +4,10 @@ import contextlib
 
 import pytest
 
-from jaxrl.config import TrainConfig, in_process, sends_adapters, validate
+from jaxrl.config import TrainConfig, in_process, resolve, sends_adapters, validate
+from jaxrl.config.placement import check_processes
 from jaxrl.config.rollouts import least_hosts, server_urls
+from jaxrl.config.validation import check_async
 
 MODEL = {"trainer.policy.model.path": "m"}
 DATA = {"data.train_data": ["d.parquet"]}
@@ -157,6 +159,40 @@ def test_sizes_left_to_memory_are_checked_on_as_many_processes_as_they_need():
         validate(config_of(tensor_parallel_size=3), num_devices=8, num_processes=4)
     with pytest.raises(ValueError, match=r"hosts_per_engine=0: must be positive, or None"):
         validate(config_of(hosts_per_engine=0), 8)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "schedule", "size", "message"),
+    [
+        (1, "free", 4, None),
+        (2, "lockstep", 4, None),
+        (2, "free", 4, "schedule='free': an engine over the devices of 2 processes .* 'lockstep'"),
+        (1, "lockstep", 2, "trainer.train_batch_size=2: leaves some of 4 engines without a prompt"),
+        (2, "lockstep", 2, None),
+    ],
+)
+def test_asynchronous_jobs_of_four_processes(hosts, schedule, size, message):
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    config = config_of(hosts_per_engine=hosts, tensor_parallel_size=2 * hosts)
+    config.trainer.fully_async.enabled = True
+    config.trainer.fully_async.schedule = schedule
+    config.trainer.train_batch_size = size
+    with refused:
+        check_processes(config, num_devices=8, num_processes=4)
+
+
+def test_an_engine_over_processes_samples_while_the_trainer_waits():
+    """Split over the trainer's devices it would else be refused: two programs could wait for ever;
+    so is one within a process."""
+    config = resolve(config_of(hosts_per_engine=2, tensor_parallel_size=4))
+    config.trainer.fully_async.enabled = True
+    config.trainer.fully_async.schedule = "lockstep"
+    config.trainer.policy_mini_batch_size = config.trainer.train_batch_size
+    config.trainer.algorithm.policy_loss_type = "rollout_is"
+    check_async(config, 2)
+    config.generator.inference_engine.hosts_per_engine = 1
+    with pytest.raises(ValueError, match="tensor_parallel_size=4: an engine that samples beside"):
+        check_async(config, 2)
 
 
 LORA = {

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from jaxrl.parallel import (
     same_in_all,
     start_processes,
 )
+from jaxrl.parallel.compilation import enable_cache
 from jaxrl.parallel.processes import CHUNK, FIRST
 from jaxrl.records.checkpoint import shared_folder
 from jaxrl.rollout.weights.groups import local_copy
@@ -91,4 +93,15 @@ for ours, wanted in zip(jax.tree.leaves(copy), jax.tree.leaves(alone), strict=Tr
     assert ours.sharding.device_set == set(jax.local_devices())
     np.testing.assert_array_equal(jax.device_get(ours), wanted.astype(ours.dtype))
 assert copy["layers"]["w_up"].addressable_shards[0].data.size * 2 == copy["layers"]["w_up"].size
+
+# each keeps its compiled programs, in a folder of its own
+jax.config.update("jax_compilation_cache_dir", None)  # of the tests
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+with tempfile.TemporaryDirectory() as folder:
+    enable_cache(folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.block_until_ready(jax.jit(lambda x: 17 * x + index)(1.0))
+    enable_cache(folder)  # as a second run in this process
+    assert list(Path(folder, "process_1" if index else "").glob("jit__lambda-*"))
+    jax.config.update("jax_compilation_cache_dir", None)
 print("all checked")

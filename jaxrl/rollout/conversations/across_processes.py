@@ -42,28 +42,48 @@ def sample_across_processes(
     if jax.process_count() == 1:
         return sample(prompts, False)
     mine = local_slice(prompts, hosts) if each_samples else prompts if is_first() else ()
-    output: dict[str, Any] | None = None
-    error = None
+    output, error = None, None
     with phase or nullcontext(True) as samples:
         try:
-            output = cast(dict, sample(mine, each_samples)) if mine and samples else None
+            output = sample(mine, each_samples) if mine and samples else None
         except Exception as raised:  # the others wait
-            error = _portable(raised)
-    routes = output.get(ROUTES) if output else None
-    sent = output and {name: x for name, x in output.items() if name != ROUTES}
-    found = allgather((sent, routes is not None, error))
-    for _, _, raised in found:
+            error = raised
+    parts, _ = exchanged(output, error)
+    return concat_batch(list(parts.values())) if each_samples else next(iter(parts.values()))
+
+
+def exchanged(
+    output: GeneratorOutput | None, error: Exception | None, about: Any = None
+) -> tuple[dict[int, GeneratorOutput], list[Any]]:
+    """Return what each process of the job has sampled, by process; a collective.
+
+    Args:
+        output: of this one; None = nothing.
+        error: that it met.
+        about: what else it tells; the second result has that of each.
+
+    Raises:
+        Exception: what any process met, in all of them.
+    """
+    if jax.process_count() == 1:
+        if error is not None:
+            raise error
+        return {} if output is None else {0: output}, [about]
+    here = cast(dict[str, Any] | None, output)
+    routes = here.get(ROUTES) if here else None
+    sent = here and {name: x for name, x in here.items() if name != ROUTES}
+    found = allgather((sent, routes is not None, error and _portable(error), about))
+    for _, _, raised, _ in found:
         if raised is not None:
             raise raised
-    parts = {process: part for process, (part, _, _) in enumerate(found) if part is not None}
-    if any(with_routes for _, with_routes, _ in found):
+    parts = {process: part for process, (part, *_) in enumerate(found) if part is not None}
+    if any(with_routes for _, with_routes, _, _ in found):
         for process, part in parts.items():
             rows = len(part["response_ids"])
-            here = process == jax.process_index() and routes is not None
-            column = routes if here else [NO_ROUTES] * rows
+            own = process == jax.process_index() and routes is not None
+            column = routes if own else [NO_ROUTES] * rows
             parts[process] = part | {ROUTES: column, ROUTES_PROCESS: [process] * rows}
-    whole = cast(list[GeneratorOutput], list(parts.values()))
-    return concat_batch(whole) if each_samples else whole[0]
+    return cast(dict[int, GeneratorOutput], parts), [about for *_, about in found]
 
 
 def _portable(error: Exception) -> Exception:

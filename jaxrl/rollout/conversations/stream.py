@@ -203,11 +203,16 @@ def units_from_bytes(data: np.ndarray) -> list[Unit]:
     ends = np.cumsum(about["rows"]).tolist()
     units = []
     for i, (ordinal, end) in enumerate(zip(about["ordinals"], ends, strict=True)):
-        rows = slice(end - about["rows"][i], end)
-        output = {k: v[rows] if isinstance(v, list) else v for k, v in whole.items()}
+        output = rows_of(cast(GeneratorOutput, whole), end - about["rows"][i], end)
         output["rollout_metrics"] = about["metrics"][i]
-        units.append(Unit(ordinal, cast(GeneratorOutput, output)))
+        units.append(Unit(ordinal, output))
     return units
+
+
+def rows_of(output: GeneratorOutput, begin: int, end: int) -> GeneratorOutput:
+    """Return some rows of an output."""
+    columns = {k: v[begin:end] if isinstance(v, list) else v for k, v in output.items()}
+    return cast(GeneratorOutput, columns)
 
 
 def _json(value: Any) -> np.ndarray:

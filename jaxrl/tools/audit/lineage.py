@@ -5,6 +5,7 @@ have left rows in the log beside the database (`run.db-wal`).
 """
 
 import contextlib
+import itertools
 import json
 import shutil
 import sqlite3
@@ -90,6 +91,12 @@ class AuditedRun:
         """Return "sync", or of an asynchronous run "lockstep" or "free"."""
         settings = self.trainer.get("fully_async") or {}
         return settings.get("schedule", "free") if settings.get("enabled") else "sync"
+
+    @property
+    def shares(self) -> list[range]:
+        """Return the places in a batch whose prompts each engine of the run samples in order."""
+        ends = self.facts.get("shares", [self.facts["train_batch_size"]])
+        return [range(begin, end) for begin, end in itertools.pairwise([0, *ends])]
 
     @cached_property
     def data(self) -> list[str]:

@@ -66,24 +66,30 @@ def prompts(run: AuditedRun) -> Check:
     """Check that prompts are handed out in the order of the data, none skipped, each once.
 
     What a crash took back and nobody has come to again is not skipped yet: it is as soon as a
-    later attempt hands out what comes after it.
+    later attempt hands out what comes after it. Each engine of an asynchronous job hands out its
+    share of the prompts, as fast as it samples.
     """
     groups = run.pairs("SELECT ordinal, attempt FROM live_groups ORDER BY ordinal, id")
     ordinals, attempts = groups.T
     distinct, counts = np.unique(ordinals, return_counts=True)
-    first, stop = run.first_ordinal, int(max(ordinals, default=run.first_ordinal - 1)) + 1
-    missing = np.setdiff1d(np.arange(first, stop), distinct)
+    first, size = run.first_ordinal, run.facts["train_batch_size"]
     taken_back = dict(
         run.rows(
             "SELECT ordinal, MIN(MAX(superseded), (SELECT MAX(attempt) FROM attempts)) "
             "FROM groups WHERE superseded > 0 GROUP BY 1"
         )
     )
-    latest_after = np.maximum.accumulate(attempts[::-1])[::-1]  # attempt of any that comes later
-    after = latest_after[np.searchsorted(ordinals, missing)]
-    skipped = [
-        k for k, at in zip(missing.tolist(), after, strict=True) if at >= taken_back.get(k, 0)
-    ]
+    skipped = []
+    for share in run.shares:
+        of_share = np.isin(ordinals % size, share)
+        here, by = ordinals[of_share], attempts[of_share]
+        every = np.arange(first, int(max(here, default=first - 1)) + 1)
+        missing = np.setdiff1d(every[np.isin(every % size, share)], distinct)
+        latest_after = np.maximum.accumulate(by[::-1])[::-1]  # attempt of any that comes later
+        after = latest_after[np.searchsorted(here, missing)]
+        pairs = zip(missing.tolist(), after, strict=True)
+        skipped += [k for k, at in pairs if at >= taken_back.get(k, 0)]
+    skipped.sort()
     waiting = set(taken_back) - set(ordinals.tolist()) - set(skipped)
     waiting = {k for k in waiting if k >= first}
     figures = {
@@ -199,14 +205,26 @@ def ends(run: AuditedRun) -> Check:
     due = {  # steps that are finished with a trajectory that ended nowhere; free: in order
         "sync": "g.step + 1 <= :last",
         "lockstep": "g.ordinal / :size + 1 <= :last",
-        "free": "t.id < (SELECT MAX(trajectory_id) FROM live_ends)",
+        "free": "t.id < (SELECT MAX(trajectory_id) FROM live_ends e JOIN trajectories u "
+        "ON u.id = e.trajectory_id JOIN groups h ON h.id = u.group_id "
+        "WHERE h.ordinal % :size >= :begin AND h.ordinal % :size < :end)",
     }[run.schedule]
-    lost = run.db.execute(
-        "SELECT t.id, t.sample, g.ordinal FROM live_trajectories t JOIN groups g "
-        "ON g.id = t.group_id WHERE NOT EXISTS "
-        f"(SELECT 1 FROM live_ends e WHERE e.trajectory_id = t.id) AND {due}",
-        {"last": run.last_step, "size": run.facts["train_batch_size"]},
-    ).fetchall()
+    lost = [
+        row
+        for share in run.shares
+        for row in run.db.execute(
+            "SELECT t.id, t.sample, g.ordinal FROM live_trajectories t JOIN groups g "
+            "ON g.id = t.group_id WHERE NOT EXISTS "
+            "(SELECT 1 FROM live_ends e WHERE e.trajectory_id = t.id) "
+            f"AND g.ordinal % :size >= :begin AND g.ordinal % :size < :end AND {due}",
+            {
+                "last": run.last_step,
+                "size": run.facts["train_batch_size"],
+                "begin": share.start,
+                "end": share.stop,
+            },
+        )
+    ]
     twice = run.rows(
         "SELECT trajectory_id, COUNT(*), GROUP_CONCAT(COALESCE(reason, 'trained')) "
         "FROM live_ends GROUP BY 1 HAVING COUNT(*) > 1"

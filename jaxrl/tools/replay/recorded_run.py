@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl.data.recorded import file_digest, read_kept, routes_elsewhere
+from jaxrl.parallel import agree
 from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.records.checkpoint import Checkpointer, parse_resume_path
 from jaxrl.records.checkpoint_folders import PREFIX
@@ -261,6 +262,8 @@ def restored(
     Its `train_step` takes the recorded rollouts of the step; what it would write goes to a
     temporary folder.
 
+    In a job of several processes it is a collective, and all must see that folder: TMPDIR.
+
     Args:
         checkpoint: of `RecordedRun.find_checkpoint`.
         run_class: whose `get_` methods give model, tokenizer and trainer.
@@ -269,7 +272,9 @@ def restored(
         ValueError, OSError: the config does not fit this machine, the model is not there, or the
             checkpoint is of another run or damaged.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxrl_replay_") as folder:
+    with contextlib.ExitStack() as stack:
+        own = tempfile.TemporaryDirectory(prefix="jaxrl_replay_", ignore_cleanup_errors=True)
+        folder = agree(stack.enter_context(own))  # one for all processes of a job
         trainer = _trainer(run, _config_of_replay(run.config, checkpoint, folder), run_class)
         with contextlib.closing(trainer.checkpointer):
             trainer.state = trainer.restore_or_init()
@@ -368,6 +373,12 @@ def use_devices(run: RecordedRun, count: int | None) -> None:
     if here != "cpu" or not on_cpu or wanted == len(jax.devices()):
         return
     flags = os.environ.get("XLA_FLAGS", "")
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"{wanted} devices of the CPU are wanted, and the {processes} processes of this job "
+            f"have {len(jax.devices())}, with XLA_FLAGS={flags!r}; set it to "
+            f"--xla_force_host_platform_device_count={wanted} for the launcher, which divides them"
+        )
     if "host_platform_device_count" in flags:
         raise ValueError(
             f"{wanted} devices of the CPU are wanted, and XLA_FLAGS={flags!r}; unset it"

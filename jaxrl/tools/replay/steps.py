@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxrl import config as cfg
 from jaxrl.config.objective_requirements import kl_in_reward
 from jaxrl.parallel.checksums import checksums
@@ -84,7 +86,14 @@ def replay(
     recorded.check_files(numbers)
     yield f"step {first}: {recorded.described(source)}"
     with restored(recorded, source, run_class=run_class) as trainer:
-        yield from other_machine(recorded.steps[last].machine, machine_of(trainer.mesh))
+        machine = recorded.steps[last].machine
+        yield from other_machine(machine, machine_of(trainer.mesh))
+        if (count := machine.get("processes", 1)) != jax.process_count():
+            yield (
+                f"the run had {count} process(es), and this is {jax.process_count()}: see how to "
+                f"replay a job in docs/replay.md (jaxrl launch --local-processes={count} "
+                "--module=jaxrl.replay)"
+            )
         for result in redone(
             recorded, numbers, trainer.train_step, lambda: (trainer.batch, trainer.state)
         ):
