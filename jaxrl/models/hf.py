@@ -22,6 +22,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.models.families import config_from_hf
+from jaxrl.models.mxfp4 import with_mxfp4
 from jaxrl.models.transformer import (
     Params,
     ParamSpec,
@@ -151,6 +152,7 @@ def load_params(
             file = stack.enter_context(_open(path))
             names = file.keys()  # not a dict: it does not iterate
             slices |= {_text_name(name): file.get_slice(name) for name in names}
+        slices = with_mxfp4(slices)
         _check_tensors(folder, config, slices)
         leaves = [
             _load_leaf(folder, weight, spec, slices, place, np.dtype(dtype))
@@ -286,6 +288,7 @@ def _check_tensors(
         and name not in ignored
         and not name.endswith("rotary_emb.inv_freq")
         and not NOT_TEXT.match(name)
+        and not (config.names == "glm4_moe" and _behind(config, name))
     ]
     if extra:
         raise ModelError(f"{folder} has tensors that the config does not explain: {_listed(extra)}")
@@ -307,6 +310,12 @@ def _check_tensors(
             f"{folder} holds quantised weights, which are not read ({_listed(quantised, 3)}); take "
             "the model in bfloat16, float16 or float32"
         )
+
+
+def _behind(config: TransformerConfig, name: str) -> bool:
+    """Return whether a tensor is of a layer behind the last: one that predicts further tokens."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= config.num_layers
 
 
 def _listed(items: list[str], most: int = 10) -> str:

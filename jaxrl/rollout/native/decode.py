@@ -331,9 +331,11 @@ def run_layers(
     for layer, *flags in zip(params["layers"], *layer_flags(config), strict=True):
         slides = bool(flags[0])
 
-        def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = slides) -> Array:
+        def attend(
+            q: Array, k: Array, v: Array, _: object, *sinks: Array, sliding: bool = slides
+        ) -> Array:
             pages, out = write_and_attend(
-                *(config, cache.layers[len(new)], q, k, v, table, first, count),
+                *(config, cache.layers[len(new)], q, k, v, table, first, count, *sinks),
                 sliding=sliding,
                 kernel=kernel,
                 placement=placement,
