@@ -205,8 +205,16 @@ def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def max_positions(folder: str | os.PathLike[str]) -> int | None:
-    """Return the positions that a model was made for; None where config.json does not say."""
-    return read_json(local_folder(folder) / "config.json").get("max_position_embeddings")
+    """Return the positions that a model was made for; None where config.json does not say.
+
+    Of longrope, those that its short factors are for, see `RopeScaling`.
+    """
+    found = read_json(local_folder(folder) / "config.json")
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if "short_factor" in rope:
+        name = "original_max_position_embeddings"
+        return rope.get(name, found.get(name))
+    return found.get("max_position_embeddings")
 
 
 def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
