@@ -29,6 +29,9 @@ class Experts:
     shared_gate: bool = False  # Qwen2: its output times a sigmoid of the token
     dense_layers: tuple[int, ...] = ()  # numbers of the layers that have an MLP
     names: str = "qwen"  # of the tensors in a checkpoint, a key of `EXPERT_WEIGHTS`
+    linear_bias: bool = False  # gpt-oss: the router and the experts' matrices have biases
+    swiglu_limit: float | None = None  # gpt-oss: gate and up are clamped, see `gated`
+    swiglu_alpha: float | None = None
 
     @property
     def id_dtype(self) -> Any:
@@ -118,6 +121,7 @@ class TransformerConfig:
     embedding_multiplier: float = 1.0  # Granite
     residual_multiplier: float = 1.0  # Granite: of what attention and MLP add
     logits_scaling: float = 1.0  # Granite: logits are divided by it
+    attention_sinks: bool = False  # gpt-oss: each head has a score that goes to no key
     names: str = "llama"  # of the tensors in a checkpoint, a key of `NAMES`
     output_gate: bool = False  # Qwen3-Next: attention times a sigmoid of the token, by dim
     mixers: tuple[str, ...] = ()  # one of `MIXERS` per layer; empty: all attention
@@ -130,9 +134,10 @@ class TransformerConfig:
 LATER_FIELDS = (
     *("experts", "pre_norms", "layer_norm", "gated_mlp", "rotary_dim", "rope_pairs"),
     *("rope_layers", "query_growth", "attention_scale", "embedding_multiplier"),
-    *("residual_multiplier", "logits_scaling", "names"),
+    *("residual_multiplier", "logits_scaling", "attention_sinks", "names"),
     *("output_gate", "mixers", "delta_net", "convolution"),
 )
+LATER_EXPERTS_FIELDS = ("linear_bias", "swiglu_limit", "swiglu_alpha")
 SOFTMAX, DELTA, CONVOLUTION = MIXERS = ("attention", "delta", "convolution")
 DENSE, EXPERTS = "dense", "experts"  # what a layer has behind its mixer
 

@@ -27,7 +27,7 @@ class Segments(NamedTuple):
 
 
 Mask = jax.Array | Segments  # [B, T, S] bool, True = attend
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Mask], jax.Array]
+Attend = Callable[..., jax.Array]  # of q, k, v, mask, and sinks [H] where the model has them
 
 
 class View(NamedTuple):
@@ -103,12 +103,18 @@ def scale(config: TransformerConfig) -> float:
 
 
 def attention(
-    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+    config: TransformerConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute grouped-query softmax attention, with the softmax in float32.
 
     q [B, T, H, h]; k, v [B, K, S, h] (the cache layout); mask [B, T, S] bool, True = attend.
-    Returns [B, T, H, h]. Ainslie et al., https://arxiv.org/abs/2305.13245.
+    Returns [B, T, H, h]. Ainslie et al., https://arxiv.org/abs/2305.13245. Sinks [H] are scores of
+    no key, which take their share of the softmax (gpt-oss, https://arxiv.org/abs/2508.10925).
     """
     b, t, heads, hd = q.shape
     kv = k.shape[1]
@@ -116,12 +122,20 @@ def attention(
     scores = einsum_float32("btkgh,bksh->bkgts", grouped, k)
     scores = softcap(scores * scale(config), config.attention_softcap)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv, -1, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], -1)
+    probs = jax.nn.softmax(scores, axis=-1)[..., : k.shape[2]].astype(v.dtype)
     return jnp.einsum("bkgts,bksh->btkgh", probs, v).reshape(b, t, heads, hd)
 
 
 def causal_attention(
-    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+    config: TransformerConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute `attention` where no token looks ahead: blocks of queries, the keys up to their end.
 
@@ -138,6 +152,7 @@ def causal_attention(
             k[:, :, :end],
             v[:, :, :end],
             mask[:, start:end, :end],
+            sinks,
         )
         blocks.append(block)
     return jnp.concatenate(blocks, axis=1)

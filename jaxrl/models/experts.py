@@ -183,12 +183,14 @@ def expert_mlp(
 ) -> tuple[Array, Routing]:
     """Compute the sum of each token's experts by their weights, and of the shared expert.
 
-    An expert is down(activation(gate y) * up y). Over a mesh with an axis `expert` each of its
+    An expert is down(gated(gate y, up y)). Over a mesh with an axis `expert` each of its
     devices has E / its size of the experts: it gets the tokens of the others, computes what its
     experts make of them, and sends back sums.
 
     Args:
-        weights: of one layer, whole over the batch axes: router [D, E], router_bias [E],
+        weights: of one layer, whole over the batch axes: router [D, E], router_bias and
+            router_offset [E], experts_gate_bias and experts_up_bias [E, F], experts_down_bias
+            [E, D],
             experts_gate and experts_up [E, D, F], experts_down [E, F, D], these with adapters or
             without; shared_gate and shared_up
             [D, S], shared_down [S, D], shared_router [D, 1].
@@ -203,8 +205,7 @@ def expert_mlp(
     Returns:
         [B, T, D] in the dtype of y, and what the router did.
     """
-    names = ("router", "router_bias", "experts_gate", "experts_up", "experts_down")
-    routed = {name: weights[name] for name in names if name in weights}
+    routed = {k: w for k, w in weights.items() if k.startswith(("router", "experts_"))}
     # float32 outside and the dtype of y within, so that gradients meet in float32
     given = (routed, y.astype(jnp.float32), replay, real)
     run = functools.partial(_routed, experts, activation, kernel, y.dtype)
@@ -245,7 +246,13 @@ def _over_mesh(
         "experts_gate": (None, width),
         "experts_up": (None, width),
         "experts_down": (width, None),
+        "experts_gate_bias": (width,),
+        "experts_up_bias": (width,),
+        "experts_down_bias": (None,),
     }
+    if "experts_down_bias" in weights:  # of every part of the width; their sum has it once
+        bias = weights["experts_down_bias"]
+        weights = weights | {"experts_down_bias": bias / placement.size(width)}
     specs = {name: _spec(w, expert, *dims.get(name, ())) for name, w in weights.items()}
     return jax.shard_map(
         functools.partial(run, expert, exchange),
@@ -298,6 +305,8 @@ def _routed(
     router = weights["router"]
     assert not isinstance(router, LoraWeight)
     logits = tokens @ rounded(router, dtype)
+    if "router_offset" in weights:
+        logits = logits + rounded(weights["router_offset"], dtype)
     replay = None if replay is None else replay.reshape(len(tokens), -1)
     own, _ = route(experts, logits, weights.get("router_bias"))
     routes, differs = own, jnp.zeros(y.shape[:2], jnp.float32)
@@ -309,7 +318,8 @@ def _routed(
 
     def mix(weights: dict[str, Weight], tokens: Array, ids: Array, by_id: Array) -> Array:
         first = 0 if expert is None else jax.lax.axis_index(expert) * _experts_in(weights)
-        return _mixture(activation, kernel, dtype, weights, tokens, Routes(ids - first, by_id))
+        act, routes = functools.partial(gated, experts, activation), Routes(ids - first, by_id)
+        return _mixture(act, kernel, dtype, weights, tokens, routes)
 
     held = {name: w for name, w in weights.items() if name.startswith("experts_")}
     if exchange is None:
@@ -323,8 +333,20 @@ def _routed(
     return out.reshape(1, *y.shape), routing
 
 
+def gated(experts: Experts, activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
+    """Return what an expert makes of gate and up: activation(gate) * up.
+
+    With `swiglu_limit` it is gate sigmoid(alpha gate) (up + 1), of a gate that is clamped from
+    above, and up from both sides (gpt-oss, https://arxiv.org/abs/2508.10925).
+    """
+    if (limit := experts.swiglu_limit) is None:
+        return activation(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(experts.swiglu_alpha * gate) * (up + 1)
+
+
 def _mixture(
-    activation: Callable[[Array], Array],
+    activation: Callable[[Array, Array], Array],
     kernel: str,
     dtype: Any,
     weights: dict[str, Weight],
@@ -359,8 +381,17 @@ def _mixture(
         return (by_token[..., None] * back.astype(jnp.float32)).sum(axis=1)
 
     rows = _take(tokens, order, inverse, dtype)
-    gate, up = product(rows, weights["experts_gate"]), product(rows, weights["experts_up"])
-    return total(product(activation(gate) * up, weights["experts_down"]), routes.weights)
+
+    def matrix(x: Array, name: str) -> Array:
+        out = product(x, weights[name])
+        if f"{name}_bias" not in weights:
+            return out
+        # a product, so that its gradient is a sum of one order
+        of_expert = (ids[order][:, None] == jnp.arange(here)).astype(dtype)
+        return out + of_expert @ weights[f"{name}_bias"].astype(dtype)
+
+    hidden = activation(matrix(rows, "experts_gate"), matrix(rows, "experts_up"))
+    return total(matrix(hidden, "experts_down"), routes.weights)
 
 
 def _experts_in(weights: Mapping[str, Weight]) -> int:

@@ -235,6 +235,47 @@ _SEED_OSS = {
     "attention_bias": True,
     "attention_out_bias": False,
 }
+_GLM4_MOE = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": False,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_GLM4_MOE_EXPERTS = _EXPERTS | {
+    "count": "n_routed_experts",
+    "scaling": "routed_scaling_factor",
+    "groups": "n_group",
+    "groups_per_token": "topk_group",
+}
+_GPT_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 _HELIUM = {
     "num_key_value_heads": 20,
     "head_dim": 128,
@@ -437,6 +478,28 @@ FAMILIES = {
         {},
         plain={"attention_output_bias": "attention_out_bias"},
     ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _GLM4_MOE,
+        {"names": "glm4_moe", "attention_output_bias": False},
+        experts=_GLM4_MOE_EXPERTS,
+        expert_features={"scoring": "sigmoid", "bias": True},
+        plain={"qk_norm": "use_qk_norm"},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        _GPT_OSS,
+        {"names": "gpt_oss", "attention_sinks": True},
+        lambda _, layer: layer % 2 == 0,
+        {
+            "count": "num_experts",
+            "per_token": "num_experts_per_tok",
+            "width": "intermediate_size",
+            "swiglu_limit": "swiglu_limit",
+            "swiglu_alpha": "swiglu_alpha",
+        },
+        {"normalise": True, "linear_bias": True},
+    ),
     "helium": Family(
         "HeliumForCausalLM", _HELIUM, {"rope_pairs": True, "attention_output_bias": False}
     ),
@@ -617,7 +680,11 @@ def _experts(family: Family, values: Mapping[str, Any]) -> Experts | None:
             raise _unsupported("decoder_sparse_step", step, "1 or more")
         layers = range(values["num_hidden_layers"])
         dense = tuple(i for i in layers if i in alone or (i + 1) % step)
+    if "first_k_dense_replace" in family.defaults:
+        dense = tuple(range(min(values["first_k_dense_replace"], values["num_hidden_layers"])))
     fields = {ours: values[theirs] for ours, theirs in family.experts.items()}
+    if "n_shared_experts" in family.defaults:  # they are one, of their widths together
+        fields["shared_width"] = values["n_shared_experts"] * fields["width"] or None
     count, chosen = fields["count"], fields["per_token"]
     if not 1 <= chosen <= count:
         names = family.experts["per_token"], family.experts["count"]
@@ -634,6 +701,10 @@ def _written_experts(family: Family, config: TransformerConfig) -> dict[str, Any
     if "decoder_sparse_step" in family.defaults:
         dense = {"decoder_sparse_step": 1, "mlp_only_layers": [*config.experts.dense_layers]}
         written |= dense
+    if "first_k_dense_replace" in family.defaults:
+        written["first_k_dense_replace"] = len(config.experts.dense_layers)
+    if "n_shared_experts" in family.defaults:
+        written["n_shared_experts"] = (config.experts.shared_width or 0) // config.experts.width
     return written
 
 
@@ -844,7 +915,10 @@ def _check_supported(model_type: str, values: Mapping[str, Any]) -> None:
     missing = [name for name in needed if values.get(name) is None]
     if missing:
         raise ValueError(f"config.json of model_type {model_type!r} lacks {', '.join(missing)}")
+    quantised = (values["quantization_config"] or {}).get("quant_method")
     for field, supported in SUPPORTED_VALUES.items():
+        if field == "quantization_config" and (model_type, quantised) == ("gpt_oss", "mxfp4"):
+            continue  # such experts are read
         if values[field] != supported and values[field] is not None:
             raise _unsupported(field, values[field], repr(supported))
     field = _activation_field(FAMILIES[model_type])

@@ -22,6 +22,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.models.families import config_from_hf
+from jaxrl.models.mxfp4 import with_mxfp4
 from jaxrl.models.transformer import (
     Params,
     ParamSpec,
@@ -152,6 +153,7 @@ def load_params(
             file = stack.enter_context(_open(path))
             names = file.keys()  # not a dict: it does not iterate
             slices |= {_text_name(name): file.get_slice(name) for name in names}
+        slices = with_mxfp4(slices)
         _check_tensors(folder, config, slices)
         leaves = [
             _load_leaf(folder, weight, spec, slices, place, np.dtype(dtype))
@@ -204,8 +206,16 @@ def load_generation_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def max_positions(folder: str | os.PathLike[str]) -> int | None:
-    """Return the positions that a model was made for; None where config.json does not say."""
-    return read_json(local_folder(folder) / "config.json").get("max_position_embeddings")
+    """Return the positions that a model was made for; None where config.json does not say.
+
+    Of longrope, those that its short factors are for, see `RopeScaling`.
+    """
+    found = read_json(local_folder(folder) / "config.json")
+    rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
+    if "short_factor" in rope:
+        name = "original_max_position_embeddings"
+        return rope.get(name, found.get(name))
+    return found.get("max_position_embeddings")
 
 
 def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
@@ -287,6 +297,7 @@ def _check_tensors(
         and name not in ignored
         and not name.endswith("rotary_emb.inv_freq")
         and not NOT_TEXT.match(name)
+        and not (config.names == "glm4_moe" and _behind(config, name))
     ]
     if extra:
         raise ModelError(f"{folder} has tensors that the config does not explain: {_listed(extra)}")
@@ -308,6 +319,12 @@ def _check_tensors(
             f"{folder} holds quantised weights, which are not read ({_listed(quantised, 3)}); take "
             "the model in bfloat16, float16 or float32"
         )
+
+
+def _behind(config: TransformerConfig, name: str) -> bool:
+    """Return whether a tensor is of a layer behind the last: one that predicts further tokens."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= config.num_layers
 
 
 def _listed(items: list[str], most: int = 10) -> str:

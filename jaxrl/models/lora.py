@@ -32,7 +32,8 @@ INIT_METHODS = ("kaiming", "gaussian")
 ALL_LINEAR = "all-linear"
 NOT_IN_ALL_LINEAR = ("embed_tokens", "lm_head")
 TRAINED_WHOLE = "value_head"
-NOT_LINEAR = ("router",)  # a single parameter in transformers, which PEFT does not choose either
+# Single parameters in transformers, which PEFT does not choose either.
+NOT_LINEAR = ("router", "experts_gate_bias", "experts_up_bias", "experts_down_bias")
 OF_EXPERT, EXPERTS = ".experts.", "experts"  # in the name of a matrix, and in patterns that mean it
 Patterns = str | Sequence[str]
 

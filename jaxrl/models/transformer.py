@@ -28,6 +28,7 @@ from jaxrl.models.architecture import (
     DENSE,
     EXPERTS,
     KINDS,
+    LATER_EXPERTS_FIELDS,
     LATER_FIELDS,
     SOFTMAX,
     DeltaNet,
@@ -132,6 +133,8 @@ def param_specs(config: TransformerConfig) -> Params:
     elif c.qk_norm:
         attention["q_norm"] = ParamSpec((hd,), ("norm",), scale)
         attention["k_norm"] = ParamSpec((hd,), ("norm",), scale)
+    if c.attention_sinks:
+        attention["sinks"] = ParamSpec((heads,), ("heads",), "zeros")
     mixers = {SOFTMAX: attention}
     if c.delta_net is not None:
         mixers[DELTA] = _delta_net(c.delta_net, d)
@@ -211,6 +214,14 @@ def _experts(experts: Experts, d: int) -> Params:
     specs = {"router": ParamSpec((d, experts.count), ("embed", None))}
     if experts.bias:
         specs["router_bias"] = ParamSpec((experts.count,), (None,), "zeros")
+    if experts.linear_bias:
+        specs["router_offset"] = ParamSpec((experts.count,), (None,), "zeros")
+        for name, width, axis in (
+            ("experts_gate_bias", experts.width, "mlp"),
+            ("experts_up_bias", experts.width, "mlp"),
+            ("experts_down_bias", d, "expert_embed"),
+        ):
+            specs[name] = ParamSpec((experts.count, width), ("experts", axis), "zeros")
     for name, spec in _mlp("experts", d, experts.width).items():
         axes = tuple("expert_embed" if axis == "embed" else axis for axis in spec.axes)
         specs[name] = ParamSpec((experts.count, *spec.shape), ("experts", *axes))
@@ -237,6 +248,10 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
     """
     absent = {f.name: f.default for f in dataclasses.fields(config) if f.name in LATER_FIELDS}
     known = dataclasses.asdict(config)
+    if config.experts is not None:
+        for name in LATER_EXPERTS_FIELDS:
+            if not known["experts"][name]:
+                del known["experts"][name]
     if config.rope_scaling is not None and config.rope_scaling.short_factor is None:
         del known["rope_scaling"]["short_factor"], known["rope_scaling"]["long_factor"]
     return {k: x for k, x in known.items() if k not in absent or getattr(config, k) != absent[k]}
@@ -459,10 +474,10 @@ def decoder_layer(
 ) -> jax.Array:
     """Run one block; `attend` decides which keys there are.
 
-    attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask and returns
-    [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP width are spread by
-    `placement`. mix(weights, y) is what a layer with experts has for an MLP, see `expert_mlp`; a
-    layer that keeps a state in the place of keys and values goes by `recurrence`.
+    attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask, and sinks [H] of
+    a model that has them; it returns [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP
+    width are spread by `placement`. mix(weights, y) is the MLP of a layer with experts, see
+    `expert_mlp`; a layer that keeps a state in the place of keys and values goes by `recurrence`.
     """
     x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
 
@@ -493,7 +508,8 @@ def decoder_layer(
         q, k = (rotate(x, view.cos, view.sin, config.rope_pairs) for x in (q, k))
         if view.growth is not None:
             q = q * view.growth.astype(q.dtype)
-        out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
+        sinks = (layer["sinks"],) if config.attention_sinks else ()
+        out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask, *sinks)
         out = checkpoint_name(out, ATTENTION)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
@@ -627,6 +643,11 @@ def routed_forward(
         mask = training_mask(segment_ids, kernel)
         attend: Any = functools.partial(self_attention, kernel=kernel, placement=placement)
     else:
+        if config.attention_sinks:
+            raise ValueError(
+                "a model with attention sinks has no context parallelism; set the mesh's axis "
+                "'context' to 1"
+            )
         mask = Segments(segment_ids, False)
         ways = {"strategy": context, "kernel": kernel, "placement": placement}
         attend = functools.partial(context_attention, **ways)

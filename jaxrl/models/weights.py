@@ -165,12 +165,42 @@ def _glm4(c: TransformerConfig) -> dict[str, HFWeight]:
     return _gate_up(c) | norms
 
 
+def _glm4_moe(_: TransformerConfig) -> dict[str, HFWeight]:
+    mlp = "model.layers.{i}.mlp"
+    bias = HFWeight(f"{mlp}.gate.e_score_correction_bias", VECTOR)
+    return {"router_bias": bias} | {
+        f"shared_{part}": HFWeight(f"{mlp}.shared_experts.{part}_proj.weight", LINEAR)
+        for part in ("gate", "up", "down")
+    }
+
+
+def _gpt_oss(c: TransformerConfig) -> dict[str, HFWeight]:
+    """Return the experts of all numbers in one tensor, gate and up in turns."""
+    assert c.experts is not None
+    mlp, both = "model.layers.{i}.mlp", 2 * c.experts.width
+    stacked: DimGroups = ((0,), (1,), (2,))
+    table = {
+        "sinks": HFWeight("model.layers.{i}.self_attn.sinks", VECTOR),
+        "router": HFWeight(f"{mlp}.router.weight", LINEAR),
+        "router_offset": HFWeight(f"{mlp}.router.bias", VECTOR),
+        "experts_down": HFWeight(f"{mlp}.experts.down_proj", stacked),
+        "experts_down_bias": HFWeight(f"{mlp}.experts.down_proj_bias", TABLE),
+    }
+    for start, leaf in enumerate(("experts_gate", "experts_up")):
+        name, part = f"{mlp}.experts.gate_up_proj", Part(2, start, both, step=2)
+        table[leaf] = HFWeight(name, stacked, part=part)
+        table[f"{leaf}_bias"] = HFWeight(f"{name}_bias", TABLE, part=part._replace(dim=1))
+    return table
+
+
 # By `TransformerConfig.names`: what lies elsewhere than in a Llama.
 NAMES: dict[str, Callable[[TransformerConfig], dict[str, HFWeight]]] = {
     "llama": lambda _: {},
     "phi3": _phi3,
     "glm": _gate_up,
     "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
 }
 
 

@@ -6,7 +6,13 @@ import math
 import jax
 import pytest
 
-from jaxrl.models.architecture import Experts, TransformerConfig, layer_params, layer_runs
+from jaxrl.models.architecture import (
+    LATER_FIELDS,
+    Experts,
+    TransformerConfig,
+    layer_params,
+    layer_runs,
+)
 from jaxrl.models.transformer import abstract_params, describe
 
 DENSE = TransformerConfig(
@@ -62,6 +68,25 @@ def test_a_model_of_one_kind_has_its_arrays_in_layers_and_others_a_stack_of_each
 def test_a_dense_model_is_described_as_before_there_were_experts():
     assert "experts" not in describe(DENSE)
     assert describe(MIXED)["experts"]["dense_layers"] == (0, 3)
+
+
+def test_later_fields_are_in_no_description_of_models_that_do_not_use_them():
+    known = {"sliding_window", "value_head", "final_softcap"}  # the last of those before
+    assert known <= describe(DENSE).keys()
+    assert not set(LATER_FIELDS) & describe(DENSE).keys()
+    assert "linear_bias" not in describe(MIXED)["experts"]
+    granite = dataclasses.replace(DENSE, logits_scaling=8.0, pre_norms=False)
+    assert {"logits_scaling": 8.0, "pre_norms": False}.items() <= describe(granite).items()
+
+
+def test_an_mlp_without_a_gate_has_two_matrices():
+    # 5 layers: q and o 8 x 8 each, k and v 8 x 4; MLPs 2 x 8 x 12 in place of 3 x 8 x 12
+    alone = dataclasses.replace(DENSE, gated_mlp=False)
+    assert layer_params(alone) == 5 * (2 * 64 + 2 * 32 + 2 * 96)
+    assert layer_params(DENSE) - layer_params(alone) == 5 * 96
+    stored = abstract_params(alone)["layers"]
+    assert "w_gate" not in stored
+    assert sum(math.prod(stored[name].shape) for name in ("w_up", "w_down")) == 5 * 2 * 96
 
 
 def test_parameters_of_qwen3_30b_a3b_and_those_of_a_token():

@@ -34,7 +34,11 @@ DEEPSEEK = dataclasses.replace(
     bias=True,
     shared_width=S,
 )
-KINDS = {"plain": PLAIN, "qwen2": QWEN2, "deepseek": DEEPSEEK}
+GPT_OSS = dataclasses.replace(
+    PLAIN, normalise=True, linear_bias=True, swiglu_limit=1.5, swiglu_alpha=1.702
+)
+KINDS = {"plain": PLAIN, "qwen2": QWEN2, "deepseek": DEEPSEEK, "gpt-oss": GPT_OSS}
+MATRICES = ("gate", "up", "down")
 RULES = ShardingRules(batch=("data", "fsdp", "expert"))
 
 
@@ -46,6 +50,9 @@ def draw(experts, seed=0, rows=B):
     shapes["experts_down"] = (e, f, D)
     if experts.bias:
         shapes["router_bias"] = (e,)
+    if experts.linear_bias:
+        shapes |= {"router_offset": (e,), "experts_down_bias": (e, D)}
+        shapes |= {"experts_gate_bias": (e, f), "experts_up_bias": (e, f)}
     if experts.shared_width:
         shapes |= {"shared_gate": (D, S), "shared_up": (D, S), "shared_down": (S, D)}
     if experts.shared_gate:
@@ -56,7 +63,8 @@ def draw(experts, seed=0, rows=B):
 
 def by_loop(experts, weights, y, ids):
     """Every expert for all tokens, times a weight that is 0 where it was not chosen."""
-    logits = y @ weights["router"]
+    logits = y @ weights["router"] + weights.get("router_offset", 0)
+    biases = {k: weights.get(f"experts_{k}_bias", jnp.zeros(experts.count)) for k in MATRICES}
     scores = module.SCORES[experts.scoring](logits)
     chosen = jnp.take_along_axis(scores, ids, axis=-1)
     if experts.normalise:
@@ -64,9 +72,14 @@ def by_loop(experts, weights, y, ids):
     chosen = chosen * experts.scaling
     out = jnp.zeros_like(y)
     for e in range(experts.count):
-        hidden = jax.nn.silu(y @ weights["experts_gate"][e]) * (y @ weights["experts_up"][e])
+        gate = y @ weights["experts_gate"][e] + biases["gate"][e]
+        up = y @ weights["experts_up"][e] + biases["up"][e]
+        hidden = jax.nn.silu(gate) * up
+        if experts.swiglu_limit:  # 1.5
+            gate, up = jnp.minimum(gate, 1.5), jnp.clip(up, -1.5, 1.5)
+            hidden = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
         weight = jnp.where(ids == e, chosen, 0).sum(axis=-1, keepdims=True)
-        out = out + weight * (hidden @ weights["experts_down"][e])
+        out = out + weight * (hidden @ weights["experts_down"][e] + biases["down"][e])
     if experts.shared_width:
         hidden = jax.nn.silu(y @ weights["shared_gate"]) * (y @ weights["shared_up"])
         shared = hidden @ weights["shared_down"]
@@ -276,6 +289,13 @@ def named(sizes):
 def test_on_any_mesh_as_on_one_device(sizes):
     placement = Placement(make_mesh(**sizes), RULES)
     assert_close(all_of(sparse(QWEN2, placement=placement), *draw(QWEN2)), on_one_device("qwen2"))
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2, "tensor": 2, "fsdp": 2}], ids=named)
+def test_biases_are_added_once_on_a_mesh(sizes):
+    placement = Placement(make_mesh(**sizes), RULES)
+    found = all_of(sparse(GPT_OSS, placement=placement), *draw(GPT_OSS))
+    assert_close(found, on_one_device("gpt-oss"))
 
 
 @pytest.mark.parametrize(

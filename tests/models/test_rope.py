@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.rope import (
+    QueryGrowth,
     RopeScaling,
     _by_product,
     amplitude,
@@ -81,6 +82,32 @@ def test_the_gradient_of_a_turn_is_the_turn_back():
     np.testing.assert_allclose(np.vdot(turned, g), np.vdot(x, dx), rtol=1e-5)
     np.testing.assert_allclose(rotate(dx, *angle), g, atol=1e-6)
     assert not any(np.any(y) for y in rest)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_part_of_a_head_turns(pairs):
+    # a quarter turn of 4 of 6 dims: (a, b) -> (-b, a), of dims i and i + 2, or 2 i and 2 i + 1
+    x = np.arange(1.0, 7.0, dtype=np.float32).reshape(1, 1, 1, 6)
+    cos, sin = np.zeros((1, 1, 1, 2), np.float32), np.ones((1, 1, 1, 2), np.float32)
+    expected = [-2, 1, -4, 3, 5, 6] if pairs else [-3, -4, 1, 2, 5, 6]
+    np.testing.assert_array_equal(rotate(x, cos, sin, pairs).ravel(), expected)
+    np.testing.assert_array_equal(_by_product(x, cos, sin, pairs).ravel(), expected)
+    turned, back = jax.vjp(lambda x: rotate(x, cos, sin, pairs), x)
+    np.testing.assert_array_equal(back(turned)[0], x)
+
+
+def test_longrope_divides_by_the_short_factors():
+    scaling = RopeScaling("longrope", 4.0, 16, short_factor=(1, 2, 4, 8), long_factor=(9,) * 4)
+    expected = [1.0, 0.05, 0.0025, 0.000125]
+    np.testing.assert_allclose(inverse_frequency(8, 1e4, scaling), expected, rtol=1e-6)
+    # sqrt(1 + ln 4 / ln 16) = sqrt(1.5)
+    assert amplitude(scaling) == pytest.approx(1.5**0.5)
+
+
+def test_queries_grow_by_the_logarithm_of_whole_lengths():
+    growth = QueryGrowth(0.5, 10).factor(jnp.array([[0, 9, 10, 35]]))
+    expected = [1, 1, 1 + 0.5 * math.log(2), 1 + 0.5 * math.log(4)]
+    np.testing.assert_allclose(growth.ravel(), expected, rtol=1e-6)
 
 
 def test_original_length_defaults_to_the_context_length():

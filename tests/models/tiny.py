@@ -186,6 +186,29 @@ MODELS = {
     "arcee": ("arcee", {}),
     "seed_oss": ("seed_oss", {}),
     "helium": ("helium", {"head_dim": 8}),
+    "glm4-moe": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
 }
 
 
@@ -204,7 +227,10 @@ def random_hf_model(model_type, **fields):
             elif name.endswith("A_log"):
                 p.uniform_(-3.0, 1.0)
             else:
-                p.normal_(0.0, 0.5 if name.endswith("bias") else 0.25)
+                p.normal_(0.0, 0.5 if name.endswith(("bias", "sinks")) else 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     return model
 
 
@@ -244,6 +270,9 @@ def gradients_apart(model, config, params, folder):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # it is not trained
+                buffer.zero_()
     model.save_pretrained(folder)
     theirs = load_file(Path(folder, SINGLE_FILE))
 

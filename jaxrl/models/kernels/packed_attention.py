@@ -57,6 +57,7 @@ def self_attention(
     k: jax.Array,
     v: jax.Array,
     mask: Mask,
+    sinks: jax.Array | None = None,
     *,
     kernel: str = REFERENCE,
     placement: Placement | None = None,
@@ -66,6 +67,7 @@ def self_attention(
     Args:
         q, k, v: [B, T, H, h], [B, K, T, h] twice.
         mask: `training_mask` of the kernel.
+        sinks: see `attention`.
         kernel: of `PACKED_ATTENTION`.
         placement: the mesh over whose batch and head axes a fused kernel is split, as the compiler
             cannot split it; None = one device.
@@ -74,8 +76,9 @@ def self_attention(
         [B, T, H, h].
     """
     run = functools.partial(PACKED_ATTENTION.implementations[kernel].run, config)
+    scores = () if sinks is None else (sinks,)
     if kernel == REFERENCE or placement is None:
-        return run(q, k, v, mask)
+        return run(q, k, v, mask, *scores)
     assert isinstance(mask, Segments)
     rows, _, heads, _ = placement.spec(q.shape, ("batch", None, "heads", None))
     if placement.spec(k.shape, ("batch", "kv_heads", None, None))[1] != heads:
@@ -85,10 +88,10 @@ def self_attention(
     return jax.shard_map(
         run,
         mesh=placement.mesh,
-        in_specs=(q_spec, kv_spec, kv_spec, mask_spec),
+        in_specs=(q_spec, kv_spec, kv_spec, mask_spec, *(PartitionSpec(heads) for _ in scores)),
         out_specs=q_spec,
         check_vma=False,  # a kernel does not say over which axes its output varies
-    )(q, k, v, mask._replace(sliding=jnp.asarray(mask.sliding)))
+    )(q, k, v, mask._replace(sliding=jnp.asarray(mask.sliding)), *scores)
 
 
 # ---------------------------------------------------------------- TPU
@@ -279,7 +282,12 @@ def _pad(x: jax.Array, axis: int, block: int = BLOCK) -> jax.Array:
 def _splash_needs(facts: Facts) -> list[str]:
     assert facts.model is not None
     width = facts.model.head_dim
-    return unmet([(width % 64 == 0, f"a head_dim that 64 divides, not {width}")])
+    divides = width % 64 == 0, f"a head_dim that 64 divides, not {width}"
+    return unmet([divides, _no_sinks(facts.model)])
+
+
+def _no_sinks(model: TransformerConfig) -> tuple[bool, str]:
+    return not model.attention_sinks, "a model without attention sinks"
 
 
 # ---------------------------------------------------------------- GPU
@@ -332,6 +340,7 @@ def _cudnn_needs(facts: Facts) -> list[str]:
                 f"a head_dim that 8 divides, of at most {widest}, not {width}",
             ),
             (facts.model.attention_softcap is None, "a model without attention softcap"),
+            _no_sinks(facts.model),
         ]
     )
 
@@ -386,6 +395,7 @@ def _tokamax_needs(facts: Facts) -> list[str]:
             ),
             (facts.dtype == jnp.bfloat16, "trainer.bf16=True"),
             (width in (64, 128, 256), f"a head_dim of 64, 128 or 256, not {width}"),
+            _no_sinks(facts.model),
         ]
     )
 
@@ -394,7 +404,12 @@ def _tokamax_needs(facts: Facts) -> list[str]:
 
 
 def chunked(
-    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
+    config: TransformerConfig,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Compute `attention` in plain XLA, with the scores of few queries at once, twice.
 
@@ -416,7 +431,7 @@ def chunked(
         queries, first, place = given
         at = jnp.arange(keys.shape[2])
         mask = (at >= first[:, :, None]) & (at <= place[:, None])
-        return attention(config, queries, keys, values, mask)
+        return attention(config, queries, keys, values, mask, sinks)
 
     quarter, done = -(-parts // CAUSAL_BLOCKS), []
     for start in range(0, parts, quarter):
@@ -431,15 +446,17 @@ PACKED_ATTENTION = Operation(
     "packed_attention",
     "attention within segments, in training and scoring",
     {
-        "splash": Implementation(splash, _splash_needs, "64 divides head_dim"),
+        "splash": Implementation(splash, _splash_needs, "64 divides head_dim, no sinks"),
         "cudnn": Implementation(
             cudnn,
             _cudnn_needs,
             "rows are not packed, Ampere or later, bf16, 8 divides head_dim, head_dim <= 256 (128 "
-            "before Hopper), no soft cap",
+            "before Hopper), no soft cap, no sinks",
         ),
         "tokamax": Implementation(
-            tokamax, _tokamax_needs, "tokamax, Hopper or B200, bf16, head_dim 64, 128 or 256"
+            tokamax,
+            _tokamax_needs,
+            "tokamax, Hopper or B200, bf16, head_dim 64, 128 or 256, no sinks",
         ),
         "chunked": Implementation(chunked),
         REFERENCE: Implementation(causal_attention),

@@ -162,6 +162,7 @@ def paged_attention(
     pages: Pages,
     table: Array,
     first: Array,
+    sinks: Array | None = None,
     *,
     sliding: bool = False,
     kernel: str = REFERENCE,
@@ -173,6 +174,7 @@ def paged_attention(
         q: [R, Q, H, h] at positions first, first + 1, ... of the row, which are written.
         table: [R, C] where the pages of a row are; behind its last one, anything that exists.
         first: [R]; below 0, the row is none, and gets anything finite.
+        sinks: [H], see `attention`; of a kernel that takes them.
         sliding: the layer sees `config.sliding_window` positions.
         kernel: of `PAGED_ATTENTION`.
         axis: mesh axes over which the positions of every page are spread, in a `shard_map`: device
@@ -192,6 +194,9 @@ def paged_attention(
     run = PAGED_ATTENTION.implementations[kernel].run
     if axis is not None:
         run = functools.partial(by_pages, axis=axis)
+    if sinks is not None:
+        of_heads = jnp.pad(sinks.reshape(heads, -1), room[2:3] + ((0, 0),))
+        settings["sinks"] = of_heads.astype(jnp.float32)
     out = run(padded.reshape(rows, queries, -1, pages.width), pages, table, first, **settings)
     return out.reshape(padded.shape)[:, :, :heads, :, :width].reshape(q.shape).astype(q.dtype)
 
@@ -216,12 +221,13 @@ def by_pages(
     cap: float | None,
     window: int | None,
     axis: MeshAxes = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attend in plain XLA: on a CPU to a page of few rows at a time, elsewhere to many of all rows.
 
     A CPU works from its cache; an accelerator wants few and large operations.
     """
-    settings = {"scale": scale, "cap": cap, "window": window, "axis": axis}
+    settings = {"scale": scale, "cap": cap, "window": window, "axis": axis, "sinks": sinks}
     step = max(BLOCK_POSITIONS // pages.size, 1)
     tiles = functools.partial(in_tiles, **settings)
     whole = functools.partial(attend, **settings, step=step)
@@ -256,6 +262,7 @@ def attend(
     window: int | None,
     step: int,
     axis: MeshAxes,
+    sinks: Array | None,  # [K, G] float32
 ) -> Array:
     """Attend to `step` pages of every row at a time.
 
@@ -304,8 +311,15 @@ def attend(
         begin = jnp.maximum(earliest - window + 1, 0) // span
     most, total, mixed = jax.lax.fori_loop(begin, end, add_step, nothing)
     if axis is not None:
-        shrink = jnp.exp(most - jax.lax.pmax(most, axis))
+        highest = jax.lax.pmax(most, axis)
+        shrink = jnp.exp(most - highest)
         total, mixed = jax.lax.psum((total * shrink, mixed * shrink[..., None]), axis)
+        most = highest
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[:, :, None], grouped.shape[1:-1]).reshape(1, count, -1)
+        highest = jnp.maximum(most, sink)
+        shrink = jnp.exp(most - highest)
+        total, mixed = total * shrink + jnp.exp(sink - highest), mixed * shrink[..., None]
     out = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     out = out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, queries, heads, width)
@@ -421,20 +435,30 @@ def _cudnn_needs(facts: Facts) -> list[str]:
             ),
             (facts.model.attention_softcap is None, "a model without attention softcap"),
             (facts.model.sliding_window is None, "a model without sliding windows"),
+            _no_sinks(facts.model),
         ]
     )
+
+
+def _ragged_needs(facts: Facts) -> list[str]:
+    assert facts.model is not None
+    return unmet([_no_sinks(facts.model)])
+
+
+def _no_sinks(model: TransformerConfig) -> tuple[bool, str]:
+    return not model.attention_sinks, "a model without attention sinks"
 
 
 PAGED_ATTENTION = Operation(
     "paged_attention",
     "attention of rows to keys and values in pages",
     {
-        "ragged": Implementation(tpu_ragged),
+        "ragged": Implementation(tpu_ragged, _ragged_needs, "no sinks"),
         "cudnn": Implementation(
             cudnn,
             _cudnn_needs,
             "Ampere or later, bfloat16, 8 divides head_dim, head_dim <= 256 (128 before Hopper), "
-            "no soft cap, no sliding windows",
+            "no soft cap, no sliding windows, no sinks",
         ),
         REFERENCE: Implementation(by_pages),
     },

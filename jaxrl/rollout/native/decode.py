@@ -358,9 +358,11 @@ def run_layers(
     ):
         slides = bool(flags[0])
 
-        def attend(q: Array, k: Array, v: Array, _: object, sliding: bool = slides) -> Array:
+        def attend(
+            q: Array, k: Array, v: Array, _: object, *sinks: Array, sliding: bool = slides
+        ) -> Array:
             pages, out = write_and_attend(
-                *(config, cache.layers[len(new)], q, k, v, table, first, count),
+                *(config, cache.layers[len(new)], q, k, v, table, first, count, *sinks),
                 sliding=sliding,
                 kernel=kernel,
                 placement=placement,

@@ -73,6 +73,7 @@ def write_and_attend(
     table: Array,
     first: Array,
     count: Array,
+    sinks: Array | None = None,
     *,
     sliding: bool,
     kernel: str,
@@ -86,7 +87,7 @@ def write_and_attend(
         table: [B, C] where the pages of a row are.
         first: [B]; below 0, the row is none.
         count: [B] of its tokens that are real. The others are not written, and get anything.
-        sliding, kernel: see `paged_attention`.
+        sinks, sliding, kernel: see `paged_attention`.
         placement: the mesh that rows and heads are split over; None = one device.
 
     Returns:
@@ -94,11 +95,19 @@ def write_and_attend(
     """
 
     size, by_head, by_position = layer.size, None, None
+    scores = () if sinks is None else (sinks,)
     if placement is not None:
         by_head, by_position = _axes(layer, placement)
 
     def run(
-        layer: Pages, q: Array, k: Array, v: Array, table: Array, first: Array, count: Array
+        layer: Pages,
+        q: Array,
+        k: Array,
+        v: Array,
+        table: Array,
+        first: Array,
+        count: Array,
+        *sinks: Array,
     ) -> tuple[Pages, Array]:
         flat = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
         pages = len(layer.arrays[0])
@@ -107,7 +116,7 @@ def write_and_attend(
             here = at // layer.size == jax.lax.axis_index(by_position)
             ids, at = jnp.where(here, ids, pages), at % layer.size
         layer = layer.write(ids, at, *flat)
-        given = config, q, layer, table, first
+        given = config, q, layer, table, first, *sinks
         out = paged_attention(*given, sliding=sliding, kernel=kernel, axis=by_position)
         return layer, out
 
@@ -115,8 +124,9 @@ def write_and_attend(
         by_row = placement.batch_axes
         row, pages = PartitionSpec(by_row), _split(layer, placement)
         asks, held = PartitionSpec(by_row, None, by_head), PartitionSpec(by_row, by_head)
-        run = _by_device(run, placement, (pages, asks, held, held, row, row, row), (pages, asks))
-    return run(layer, q, k, v, table, first, count)
+        given = pages, asks, held, held, row, row, row, *(PartitionSpec(by_head) for _ in scores)
+        run = _by_device(run, placement, given, (pages, asks))
+    return run(layer, q, k, v, table, first, count, *scores)
 
 
 def write_routes(

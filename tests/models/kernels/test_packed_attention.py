@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.models import attention
+from jaxrl.models.architecture import LayerFlags
 from jaxrl.models.attention import Segments, layer_views
 from jaxrl.models.kernels import packed_attention, tokamax_package
 from jaxrl.models.kernels.choice import Facts, Implementation, facts_of
@@ -56,7 +57,9 @@ def qkv(batch=1):
 def mask_of(config, kernel, sliding):
     """What a layer that slides, or does not, masks with."""
     positions = jnp.concatenate([jnp.arange(70), jnp.arange(60), jnp.arange(20)])[None]
-    return layer_views(config, training_mask(IDS, kernel), positions, positions)(sliding).mask
+    return layer_views(config, training_mask(IDS, kernel), positions, positions)(
+        LayerFlags(sliding, True)
+    ).mask
 
 
 def value_and_gradient(config, kernel, mask, real=REAL):
@@ -105,13 +108,65 @@ def test_chunks_are_the_plain_attention(monkeypatch, config, sliding):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-4)
 
 
+SINKS = jnp.array([0.5, 2.0])  # of two heads
+
+
+def test_a_sink_is_a_key_of_its_score_whose_value_is_zero():
+    q, k, v = qkv()
+    mask = training_mask(IDS, "xla")
+    # without sinks: a head's softmax has total z; with them z + e^sink
+    scores = jnp.einsum("bthd,bsd->bhts", q, k[:, 0]) / 8  # sqrt(64)
+    total = jnp.where(mask[:, None], jnp.exp(scores), 0).sum(-1)  # [B, H, T]
+    share = (total / (total + jnp.exp(SINKS)[:, None])).transpose(0, 2, 1)[..., None]
+    expected = share * attention.attention(MODEL, q, k, v, mask)
+    found = attention.attention(MODEL, q, k, v, mask, SINKS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_blocks_chunks_and_devices_have_the_same_sinks(monkeypatch):
+    monkeypatch.setattr(packed_attention, "CHUNK", 16)
+    given = qkv()
+    placement = Placement(make_mesh(tensor=2, devices=jax.devices()[:2]))
+    segments = training_mask(IDS, "chunked")
+    ways = {
+        "whole": lambda *x: attention.attention(MODEL, *x[:3], training_mask(IDS, "xla"), x[3]),
+        "blocks": lambda *x: self_attention(MODEL, *x[:3], training_mask(IDS, "xla"), x[3]),
+        "chunks": lambda *x: self_attention(MODEL, *x[:3], segments, x[3], kernel="chunked"),
+        "spread": lambda *x: self_attention(
+            MODEL, *x[:3], segments, x[3], kernel="chunked", placement=placement
+        ),
+    }
+
+    def loss(way, *x):
+        return jnp.sin(3 * jnp.where(REAL[:, :, None, None], ways[way](*x), 0)).sum()
+
+    wanted, *found = (
+        jax.grad(functools.partial(loss, way), argnums=(0, 1, 2, 3))(*given, SINKS) for way in ways
+    )
+    assert float(jnp.abs(wanted[3]).min()) > 0.1
+    for grads in found:
+        for a, b in zip(wanted, grads, strict=True):
+            np.testing.assert_allclose(a, b, atol=3e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_no_kernel_without_sinks_is_chosen_for_a_model_that_has_them(platform):
+    sinks = dataclasses.replace(MODEL, attention_sinks=True)
+    facts = Facts(platform, jnp.dtype(jnp.bfloat16), sinks, packed=False)
+    choice = PACKED_ATTENTION.choose(facts)
+    assert choice.name == "chunked"
+    assert all("a model without attention sinks" in why for why in choice.passed_over.values())
+
+
 @pytest.mark.parametrize("window", [None, 40])
 def test_rows_of_one_segment_need_none(window):
     """What cuDNN is asked for, by JAX's own plain attention: causal, padding at the end."""
     ids = jnp.where(jnp.arange(150) < 120, 1, 0)[None]
     config = dataclasses.replace(MODEL, sliding_window=window, sliding_layers=(window is not None,))
     positions = jnp.arange(150)[None]
-    view = layer_views(config, training_mask(ids, "xla"), positions, positions)(True)
+    view = layer_views(config, training_mask(ids, "xla"), positions, positions)(
+        LayerFlags(True, True)
+    )
     kernel = functools.partial(packed_attention.cudnn, implementation="xla")
     expected = value_and_gradient(config, self_attention, view.mask, ids > 0)
     found = value_and_gradient(config, kernel, Segments(ids, True), ids > 0)

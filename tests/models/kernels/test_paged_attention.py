@@ -70,6 +70,28 @@ def expected(config, q, k, v, first, *, sliding):
     return attention(config, q, k, v, jnp.asarray(mask))
 
 
+@pytest.mark.parametrize("way", ["cpu", "accelerator"])
+@pytest.mark.parametrize("layout", ["transposed", "joined"])
+def test_sinks_of_pages_are_those_of_rows(monkeypatch, way, layout):
+    if way == "accelerator":
+        run_as_accelerators(monkeypatch)
+    sinks = jnp.linspace(-1.0, 3.0, THREE.num_heads)
+    q, k, v = rows(THREE, 4)
+    pages, table = paged(THREE, k, v, layout=layout)
+    out = paged_attention(THREE, q, pages, table, jnp.asarray(FIRST), sinks)
+    at, seen = FIRST[:, None, None] + np.arange(4)[:, None], np.arange(k.shape[2])
+    found = attention(THREE, q, k, v, jnp.asarray(seen <= at), sinks)
+    live = FIRST >= 0
+    np.testing.assert_allclose(out[live], found[live], atol=2e-6)
+    assert jnp.isfinite(out).all()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_a_model_with_sinks_has_the_reference(platform):
+    sinks = dataclasses.replace(MODEL, attention_sinks=True)
+    assert kernels.paged_kernel(Facts(platform, jnp.dtype(jnp.bfloat16), sinks)) == "xla"
+
+
 def run_as_accelerators(monkeypatch, pages=2):
     """Attend to all rows at once, in steps of some pages, on the CPU as they do."""
     monkeypatch.setattr(kernels, "in_tiles", functools.partial(kernels.attend, step=pages))
