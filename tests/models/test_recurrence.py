@@ -14,6 +14,7 @@ from jaxrl.models import (
     init_params,
     load_config,
     load_params,
+    lora,
     transformer,
     unembed,
 )
@@ -26,7 +27,10 @@ from jaxrl.models.architecture import (
     layer_periods,
     state_elements,
 )
+from jaxrl.models.linear import base, merge
+from jaxrl.models.peft_format import load_adapter, save_adapter
 from jaxrl.models.placement import model_shardings, place_model
+from jaxrl.models.transformer import abstract_params
 from jaxrl.models.weights import params_to_hf
 from jaxrl.parallel import ShardingRules, make_mesh
 from tests.models.test_parity import MODELS, random_hf_model
@@ -214,3 +218,22 @@ def test_gradients_are_those_of_transformers(name, tmp_path):
     for k in shared:  # of experts they have one array
         size = np.abs(theirs[k]).max()
         np.testing.assert_allclose(ours[k], theirs[k], atol=1e-4 * size + 1e-6, err_msg=k)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_of_every_matrix_are_those_of_the_merged_model(name, tmp_path):
+    config, given = CONFIGS[name], rows([[0]], 16)
+    modules = lora.select_modules(config, "all-linear")
+    made = lora.LoraConfig(config, modules, rank=2)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda x: np.float32(0.1 * rng.standard_normal(x.shape)), abstract_params(made)
+    )
+    params = lora.attach(made, init_params(config, 0), adapters)
+    run = jax.jit(partial(forward, config))
+    np.testing.assert_allclose(run(params, *given), run(merge(params), *given), atol=2e-5)
+    assert np.abs(run(params, *given) - run(base(params), *given)).max() > 0.01
+    save_adapter(tmp_path / "adapter", made, adapters, base="base")
+    _, again = load_adapter(tmp_path / "adapter", config)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
