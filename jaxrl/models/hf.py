@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,9 @@ TEXT_PREFIXES = {
 }
 # The tokens after the next, which "mtp" predicts, are no part of the forward either.
 NOT_TEXT = re.compile(r"((model\.)?(vision_tower|multi_modal_projector|visual)|mtp)\.")
+
+# Of files as transformers 5 has experts in memory: what lies one after the other in a tensor.
+STACKED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class ModelError(ValueError):
@@ -153,7 +156,7 @@ def load_params(
             file = stack.enter_context(_open(path))
             names = file.keys()  # not a dict: it does not iterate
             slices |= {_text_name(name): file.get_slice(name) for name in names}
-        slices = with_mxfp4(slices)
+        slices = _by_expert(with_mxfp4(slices), hf_shapes(config))
         _check_tensors(folder, config, slices)
         leaves = [
             _load_leaf(folder, weight, spec, slices, place, np.dtype(dtype))
@@ -233,6 +236,49 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ModelError(f"{path} is not valid JSON ({error}); copy the file again") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _ExpertSlice:
+    """Stand for the tensor of one expert, of a file that has those of all in one [E, out, in]."""
+
+    whole: Any
+    expert: int
+    rows: slice
+
+    def get_shape(self) -> list[int]:
+        return [self.rows.stop - self.rows.start, self.whole.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self.whole.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        start, stop, _ = index[0].indices(self.get_shape()[0])
+        rows = slice(self.rows.start + start, self.rows.start + stop)
+        return self.whole[self.expert : self.expert + 1, rows, index[1]][0]
+
+
+def _by_expert(slices: dict[str, Any], needed: Container[str]) -> dict[str, Any]:
+    """Return tensors by name, those that hold all experts of a layer cut into theirs.
+
+    Args:
+        needed: names of tensors that are read as they are.
+    """
+    found: dict[str, Any] = {}
+    for name, whole in slices.items():
+        experts, _, matrix = name.rpartition(".")
+        stacked = experts.endswith(".mlp.experts") and matrix in STACKED_EXPERTS
+        if name in needed or not stacked:
+            found[name] = whole
+            continue
+        count, rows, _ = whole.get_shape()
+        parts = STACKED_EXPERTS[matrix]
+        each = rows // len(parts)
+        for i, part in enumerate(parts):
+            here = slice(i * each, (i + 1) * each)
+            for e in range(count):
+                found[f"{experts}.{e}.{part}.weight"] = _ExpertSlice(whole, e, here)
+    return found
 
 
 def _text_name(name: str) -> str:

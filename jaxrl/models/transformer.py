@@ -99,14 +99,7 @@ class ParamSpec(NamedTuple):
 
 def param_specs(config: TransformerConfig) -> Params:
     """Return the model as a table: a tree of `ParamSpec` with the structure of the parameters."""
-    c = config
-    d, heads, kv, hd, ff = (
-        c.hidden_size,
-        c.num_heads,
-        c.num_kv_heads,
-        c.head_dim,
-        c.intermediate_size,
-    )
+    c, d, ff = config, config.hidden_size, config.intermediate_size
     scale = "zeros" if c.unit_offset_norm else "ones"
     norm = ParamSpec((d,), ("norm",), scale)
     if c.layer_norm:  # of scale and bias
@@ -114,28 +107,7 @@ def param_specs(config: TransformerConfig) -> Params:
     norms = {"attn_norm": norm, "mlp_norm": norm} if c.pre_norms else {}
     if c.post_norms:
         norms |= {"attn_post_norm": norm, "mlp_post_norm": norm}
-    queries = 2 * heads if c.output_gate else heads  # of each head the query, then the gate
-    attention = {
-        "wq": ParamSpec((d, queries, hd), ("embed", "heads", "head_dim")),
-        "wk": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
-        "wv": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
-        "wo": ParamSpec((heads, hd, d), ("heads", "head_dim", "embed")),
-    }
-    if c.attention_bias:
-        attention["bq"] = ParamSpec((queries, hd), ("heads", "head_dim"), "zeros")
-        attention["bk"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
-        attention["bv"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
-    if c.attention_output_bias:
-        attention["bo"] = ParamSpec((d,), ("embed",), "zeros")
-    if c.qk_norm == "whole":
-        attention["q_norm"] = ParamSpec((heads, hd), ("heads", "head_dim"), scale)
-        attention["k_norm"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), scale)
-    elif c.qk_norm:
-        attention["q_norm"] = ParamSpec((hd,), ("norm",), scale)
-        attention["k_norm"] = ParamSpec((hd,), ("norm",), scale)
-    if c.attention_sinks:
-        attention["sinks"] = ParamSpec((heads,), ("heads",), "zeros")
-    mixers = {SOFTMAX: attention}
+    mixers = {SOFTMAX: _attention(c, scale)}
     if c.delta_net is not None:
         mixers[DELTA] = _delta_net(c.delta_net, d)
     if c.convolution is not None:
@@ -162,6 +134,32 @@ def param_specs(config: TransformerConfig) -> Params:
     elif not c.tie_embeddings:
         specs["unembed"] = ParamSpec((d, c.vocab_size), ("embed", "vocab"))
     return specs
+
+
+def _attention(c: TransformerConfig, scale: str) -> Params:
+    d, heads, kv, hd = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
+    queries = 2 * heads if c.output_gate else heads  # of each head the query, then the gate
+    attention = {
+        "wq": ParamSpec((d, queries, hd), ("embed", "heads", "head_dim")),
+        "wk": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
+        "wv": ParamSpec((d, kv, hd), ("embed", "kv_heads", "head_dim")),
+        "wo": ParamSpec((heads, hd, d), ("heads", "head_dim", "embed")),
+    }
+    if c.attention_bias:
+        attention["bq"] = ParamSpec((queries, hd), ("heads", "head_dim"), "zeros")
+        attention["bk"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
+        attention["bv"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), "zeros")
+    if c.attention_output_bias:
+        attention["bo"] = ParamSpec((d,), ("embed",), "zeros")
+    if c.qk_norm == "whole":
+        attention["q_norm"] = ParamSpec((heads, hd), ("heads", "head_dim"), scale)
+        attention["k_norm"] = ParamSpec((kv, hd), ("kv_heads", "head_dim"), scale)
+    elif c.qk_norm:
+        attention["q_norm"] = ParamSpec((hd,), ("norm",), scale)
+        attention["k_norm"] = ParamSpec((hd,), ("norm",), scale)
+    if c.attention_sinks:
+        attention["sinks"] = ParamSpec((heads,), ("heads",), "zeros")
+    return attention
 
 
 def _mlp(name: str, d: int, ff: int) -> Params:

@@ -35,7 +35,7 @@ from jaxrl.models import (
 )
 from jaxrl.models.hf import ModelError
 from jaxrl.models.transformer import is_spec
-from jaxrl.models.weights import read_part
+from jaxrl.models.weights import params_to_hf, read_part
 
 TOLERANCE = 1e-4
 LENGTH = 24
@@ -355,3 +355,52 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(folder, value):
     save_file(tensors | {name: broken}, file)
     with pytest.raises(ModelError, match=f"the tensor '{name}' holds values that are not finite"):
         load_params(folder, CONFIG)
+
+
+def test_a_multimodal_qwen3_5_with_stacked_experts_loads_as_its_text_model(tmp_path):
+    """As published: other names, all experts of a layer in one tensor, images and a next token."""
+    text = {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 31,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 12,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+        },
+    }
+    whole = {"model_type": "qwen3_5_moe", "text_config": text | {"model_type": "qwen3_5_moe_text"}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = load_config(tmp_path)
+    assert config.mixers == ("delta", "attention") and config.rotary_dim == 4
+    params = init_params(config, 0)
+    apart = dict(params_to_hf(config, params))
+    tensors = {k: x for k, x in apart.items() if ".experts." not in k}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        of_all = [
+            [apart[f"{experts}.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")]
+            for e in range(3)
+        ]
+        both = np.stack([np.concatenate([gate, up]) for gate, up, _ in of_all])
+        tensors[f"{experts}.gate_up_proj"] = both  # [3, 2 * 10, 16]
+        tensors[f"{experts}.down_proj"] = np.stack([down for _, _, down in of_all])
+    renamed = {k.replace("model.", "model.language_model.", 1): x for k, x in tensors.items()}
+    others = {"model.visual.patch.weight": np.zeros(3), "mtp.fc.weight": np.zeros(3)}
+    save_file(renamed | others, tmp_path / "model.safetensors")
+    loaded = load_params(tmp_path, config)
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)

@@ -212,7 +212,9 @@ def setting_of(key: str) -> Setting | None:
     return next((row for row in SETTINGS if row.covers(key)), None)
 
 
-_LOADABLE_EXPERTS = r"Qwen1\.5-MoE|Qwen2-\d+B-A|Qwen3-(Coder-)?\d+B-A|Mixtral|OLMoE"
+_LOADABLE_EXPERTS = (
+    r"Qwen1\.5-MoE|Qwen2-\d+B-A|Qwen3-(Coder-|Next-)?\d+B-A|Qwen3\.5-\d+B-A|Mixtral|OLMoE"
+)
 _UNLOADABLE = {
     rf"^(?!.*({_LOADABLE_EXPERTS})).*"
     r"(-A\d+(\.\d+)?B\b|MoE|DeepSeek-(V\d|R1$)|gpt-oss|Moonlight|Kimi-K)": (
