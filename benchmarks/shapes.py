@@ -33,6 +33,13 @@ SHAPES = {  # as in the config.json of Hugging Face
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "qwen3.5-0.8b": hf_config("qwen3_5_text", 24, 1024, 3584, 8, 2, 256, 248_320)
+    | {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
     "qwen2.5-32b": hf_config("qwen2", 64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
 }
 

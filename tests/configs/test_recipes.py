@@ -51,6 +51,7 @@ CARDS = {  # what a recipe is for, in the words of the objective card of its tin
     "gsm8k_ppo": ["gae: A", "in the rewards: r_t - beta k1_t", "critic       minimise"],
     "gsm8k_qwen2_5_0_5b_grpo": ["grpo: A", "+ 0.001 KL", "2 minibatches"],
     "gsm8k_qwen2_5_1_5b_grpo": ["grpo: A", "+ 0.001 KL", "2 minibatches"],
+    "gsm8k_qwen3_5_0_8b_grpo": ["grpo: A", "+ 0.001 KL", "2 minibatches"],
     "gsm8k_qwen3_gspo": ["gspo:", "0.9997, 1.0004", "sequence_mean", "2 minibatches"],
     "guess_number": ["grpo: A", "- 0.01 H"],
     "guess_number_ppo": ["gae: A", "critic       minimise"],
@@ -71,6 +72,7 @@ SHAPES = {
     "Qwen/Qwen3-1.7B-Base": "qwen3-1.7b",
     "Qwen/Qwen3-4B": "qwen3-4b",
     "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen/Qwen3.5-0.8B": "qwen3.5-0.8b",
 }
 _PLANNED = re.compile(r"([\w-]+):([\dx]+), ([\d.]+) of ([\d.]+) GiB")
 IN_SEVERAL_TURNS = dict.fromkeys(

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = {
     "Qwen/Qwen2.5": "qwen2",
     "Qwen/Qwen3-30B-A3B": "qwen3_moe",
+    "Qwen/Qwen3.5": "qwen3_5_text",
     "Qwen/Qwen3": "qwen3",
     "models/smollm2": "llama",
     "runs/": "qwen3",  # tiny_char_model, after an earlier recipe
@@ -166,6 +167,9 @@ def _model(path: str, folder: Path) -> str:
         tokenizer = character_tokenizer(tokens)
         sizes |= {"model_type": kind, "vocab_size": len(tokenizer), "num_hidden_layers": 2}
         sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        sizes |= {"full_attention_interval": 2}
         model = config_from_hf(sizes)
         save_pretrained(target, model, init_params(model, zlib.crc32(path.encode())), tokenizer)
     return str(target)
