@@ -4,8 +4,9 @@ import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.rollout.conversations.drift import Drift, drifts
 from jaxrl.tools.doctor.examined_run import ExaminedRun
-from jaxrl.tools.doctor.finding import Finding, failed, passed
+from jaxrl.tools.doctor.finding import Finding, failed, not_here, passed
 
 ANSWER = "I am an assistant."  # a message that any template takes
 
@@ -101,6 +102,25 @@ def end_of_turn(examined: ExaminedRun) -> int | None:
     after = text.rpartition(ANSWER)[2]
     following = tokens.encode(after, add_special_tokens=False)
     return next((token for token in following if token in tokens.all_special_ids), None)
+
+
+def turns(examined: ExaminedRun) -> Finding:
+    """Compare conversations turn by turn with what the template writes of them as a whole.
+
+    Nothing is wrong where they differ: the run trains the tokens that were sampled. But what is
+    trained on the whole text, as by `jaxrl.sft`, is trained on others.
+    """
+    generator = examined.config.generator
+    stops = {*examined.trainer.eos_token_ids, *(generator.sampling_params.stop_token_ids or ())}
+    found = drifts(examined.tokenizer, generator.chat_template_kwargs, stops)
+    drifted = {name: drift for name, drift in found.items() if isinstance(drift, Drift)}
+    refused = [name for name, drift in found.items() if isinstance(drift, Exception)]
+    said = [f"{name}: {drift}" for name, drift in drifted.items()]
+    said += [f"the template takes none of: {', '.join(refused)}"] if refused else []
+    if len(refused) == len(found):
+        return not_here("the template takes no conversation of several turns")
+    about = f"{len(found) - len(refused)} conversations turn by turn and as a whole"
+    return passed(len(drifted), "", "; ".join((f"that differ, of {about}", *said)))
 
 
 def environment(examined: ExaminedRun) -> Finding:

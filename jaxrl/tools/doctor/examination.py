@@ -34,6 +34,7 @@ CHECKS: dict[str, Check] = {
     "functions": surroundings.functions,
     "data.prompts": data.prompts,
     "data.tokenizer": data.tokenizer,
+    "data.turns": data.turns,
     "environment": data.environment,
     "batch": data.batch,
     "mask.tokens": masks.tokens,
