@@ -32,7 +32,9 @@ def taken(attempt: RayAttempt) -> list[str]:
 
 
 def main() -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     try:
         for number, name in enumerate(SLICES):
             head = {HEAD: 1} if number < 2 else {}
