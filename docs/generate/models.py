@@ -32,7 +32,7 @@ PUBLISHED = {
     "olmo2": Published("OLMo 2", "1B, 7B, 13B, 32B"),
     "olmo3": Published("OLMo 3", "7B, 32B"),
     "smollm3": Published("SmolLM3", "3B"),
-    "granite": Published("Granite 3, dense Granite 4", "2B, 8B; 350M to 3B"),
+    "granite": Published("Granite 3", "2B, 8B"),
     "phi3": Published("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "3.8B, 14B"),
     "glm": Published("GLM-4, GLM-Edge", "1.5B to 9B"),
     "glm4": Published("GLM-4-0414, GLM-Z1", "9B, 32B"),
@@ -41,7 +41,7 @@ PUBLISHED = {
     "ministral": Published("Ministral", "8B"),
     "ministral3": Published("Ministral 3", "3B, 8B, 14B"),
     "exaone4": Published("EXAONE 4", "1.2B, 32B"),
-    "nemotron": Published("Nemotron-4, Minitron", "4B, 8B, 15B, 340B"),
+    "nemotron": Published("Minitron, Nemotron-Mini", "4B, 8B"),
     "arcee": Published("AFM", "4.5B"),
     "seed_oss": Published("Seed-OSS", "36B"),
     "helium": Published("Helium 1", "2B"),
@@ -53,6 +53,7 @@ LEFT_OUT = {
     "layer, and layers that reuse the keys of others. Stacks of layers and pages have one shape.",
     "Llama 4": "its layers attend in chunks of fixed places, whose masks no kernel here has, and "
     "its experts scale the token before they compute.",
+    "Granite 4": "even its dense models are of the model type of hybrids, `granitemoehybrid`.",
     "DeepSeek-V3": "latent attention; the choice of its experts is there (GLM-4.5 has it).",
     "pictures and sound": "of a model with a text part, that is read, of "
     + ", ".join(f"`{name}`" for name in MULTIMODAL)
