@@ -12,6 +12,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from jaxrl.models import load_config, load_params
 from tests.models import tiny
@@ -44,7 +45,7 @@ def main(names: list[str]) -> None:
     """Measure the named models, or all."""
     if unknown := set(names) - set(tiny.MODELS):
         sys.exit(f"there is no model {', '.join(sorted(unknown))}; known: {', '.join(tiny.MODELS)}")
-    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
+    held: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"models": {}}
     for name in names or tiny.MODELS:
         found = measure(name)
         held["models"][name] = found

@@ -251,7 +251,7 @@ def _over_mesh(
         "experts_down_bias": (None,),
     }
     if "experts_down_bias" in weights:  # of every part of the width; their sum has it once
-        bias = weights["experts_down_bias"]
+        bias: Any = weights["experts_down_bias"]
         weights = weights | {"experts_down_bias": bias / placement.size(width)}
     specs = {name: _spec(w, expert, *dims.get(name, ())) for name, w in weights.items()}
     return jax.shard_map(
@@ -306,7 +306,8 @@ def _routed(
     assert not isinstance(router, LoraWeight)
     logits = tokens @ rounded(router, dtype)
     if "router_offset" in weights:
-        logits = logits + rounded(weights["router_offset"], dtype)
+        offset: Any = weights["router_offset"]
+        logits = logits + rounded(offset, dtype)
     replay = None if replay is None else replay.reshape(len(tokens), -1)
     own, _ = route(experts, logits, weights.get("router_bias"))
     routes, differs = own, jnp.zeros(y.shape[:2], jnp.float32)
@@ -388,7 +389,8 @@ def _mixture(
             return out
         # a product, so that its gradient is a sum of one order
         of_expert = (ids[order][:, None] == jnp.arange(here)).astype(dtype)
-        return out + of_expert @ weights[f"{name}_bias"].astype(dtype)
+        bias: Any = weights[f"{name}_bias"]
+        return out + of_expert @ bias.astype(dtype)
 
     hidden = activation(matrix(rows, "experts_gate"), matrix(rows, "experts_up"))
     return total(matrix(hidden, "experts_down"), routes.weights)

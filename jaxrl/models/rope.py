@@ -112,7 +112,7 @@ def parse_scaling(
             f"{', '.join(map(repr, _FIELDS))} on the whole head"
         )
     needed, optional = _FIELDS[kind]
-    values = {k: v for k, v in rope.items() if v is not None}
+    values: dict[str, Any] = {k: v for k, v in rope.items() if v is not None}
     if "original_max_position_embeddings" in needed and max_position_embeddings is not None:
         values.setdefault("original_max_position_embeddings", max_position_embeddings)
     missing = [name for name in needed if name not in values]
@@ -172,19 +172,24 @@ def rotary(
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: bool = False) -> jax.Array:
     """Turn the first r dims of queries or keys x [B, T, heads, h] by cos, sin [B, T, 1, r / 2].
 
     Dims i and i + r / 2 turn together, in Hugging Face's layout, or with `pairs` 2 i and 2 i + 1.
     The angles are constants: their gradient is 0.
     """
+    turn: Any = _turn
+    return turn(pairs, x, cos, sin)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _turn(pairs: bool, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     by_product = functools.partial(_by_product, pairs=pairs)
     by_halves = functools.partial(_by_halves, pairs=pairs)
     return jax.lax.platform_dependent(x, cos, sin, tpu=by_product, default=by_halves)
 
 
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: bool) -> tuple[jax.Array, tuple]:
+def _rotate(pairs: bool, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, tuple]:
     return rotate(x, cos, sin, pairs), (cos, sin)
 
 
@@ -200,7 +205,7 @@ def _rotate_back(pairs: bool, angle: tuple, g: jax.Array) -> tuple[jax.Array, ..
     return turned, jnp.zeros_like(cos), jnp.zeros_like(sin)
 
 
-rotate.defvjp(_rotate, _rotate_back)
+_turn.defvjp(_rotate, _rotate_back)
 
 
 def _by_halves(x: jax.Array, cos: jax.Array, sin: jax.Array, pairs: bool = False) -> jax.Array:
