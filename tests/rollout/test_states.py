@@ -113,14 +113,18 @@ def test_every_mesh_draws_the_same_tokens(axes):
 
 
 def test_a_row_that_makes_room_takes_its_state_along(monkeypatch):
-    """Six pages for three rows of up to three: some go to the host and come back as they were."""
-    asked = [request(60, key, max_tokens=100, seed=key) for key in (1, 2, 3)]
-    expected = [drawn(c) for c in shared_engine().generate(asked)]
-    monkeypatch.setattr("jaxrl.rollout.native.engine.pages_that_fit", lambda *_, **__: 6)
-    tight = engine_of(max_model_len=160)
-    assert [drawn(c) for c in tight.generate(asked)] == expected
-    assert tight.suspended > 0
-    (pool,) = tight.table.states
+    """Four rows of up to 190 tokens, three pages each, where there are five pages."""
+    asked = [request(40, key, max_tokens=150, seed=key) for key in range(4)]
+    engines = []
+    for pages in (12, 5):
+        monkeypatch.setattr(
+            "jaxrl.rollout.native.engine.pages_that_fit", lambda *_, n=pages, **__: n
+        )
+        engines.append(engine_of(slots=4, max_model_len=192))
+    roomy, tight = ([drawn(c) for c in engine.generate(asked)] for engine in engines)
+    assert tight == roomy
+    assert (engines[0].suspended, engines[1].suspended > 0) == (0, True)
+    (pool,) = engines[1].table.states
     assert not any(pool.references)
 
 
