@@ -43,8 +43,10 @@ def packed_recurrence(segment_ids: jax.Array) -> Recurrence:
     ) -> Sequence[jax.Array]:
         return [convolve(x, w, segment_ids) for x, w in zip(inputs, kernels, strict=True)]
 
-    def recur(*given: jax.Array) -> jax.Array:
-        return chunked(*given, segment_ids)[0]
+    def recur(
+        q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, strength: jax.Array
+    ) -> jax.Array:
+        return chunked(q, k, v, log_decay, strength, segment_ids)[0]
 
     return Recurrence(convolve_all, recur)
 

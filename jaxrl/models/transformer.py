@@ -675,8 +675,8 @@ def routed_forward(
         observed: list[Any] = []
         for run in runs:
             layers = jax.tree.map(lambda w, run=run: w[run.in_stack], part.stacks[run.kind])
-            routed = part.replay is not None and KINDS[run.kind].mlp == EXPERTS
-            chosen = part.replay[run.in_routes] if routed else None
+            replay = part.replay if KINDS[run.kind].mlp == EXPERTS else None
+            chosen = None if replay is None else replay[run.in_routes]
             flags = jax.tree.map(lambda flag, run=run: flag[run.in_model], part.flags)
             x, seen = jax.lax.scan(
                 bodies[run.kind],

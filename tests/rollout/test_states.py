@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -112,15 +113,66 @@ def test_every_mesh_draws_the_same_tokens(axes):
 
 
 def test_a_row_that_makes_room_takes_its_state_along(monkeypatch):
-    """Six pages for three rows of up to three: some go to the host and come back as they were."""
-    asked = [request(60, key, max_tokens=100, seed=key) for key in (1, 2, 3)]
-    expected = [drawn(c) for c in shared_engine().generate(asked)]
-    monkeypatch.setattr("jaxrl.rollout.native.engine.pages_that_fit", lambda *_, **__: 6)
-    tight = engine_of(max_model_len=160)
-    assert [drawn(c) for c in tight.generate(asked)] == expected
-    assert tight.suspended > 0
-    (pool,) = tight.table.states
+    """Four rows of up to 190 tokens, three pages each, where there are five pages."""
+    asked = [request(40, key, max_tokens=150, seed=key) for key in range(4)]
+    engines = []
+    for pages in (12, 5):
+        monkeypatch.setattr(
+            "jaxrl.rollout.native.engine.pages_that_fit", lambda *_, n=pages, **__: n
+        )
+        engines.append(engine_of(slots=4, max_model_len=192))
+    roomy, tight = ([drawn(c) for c in engine.generate(asked)] for engine in engines)
+    assert tight == roomy
+    assert (engines[0].suspended, engines[1].suspended > 0) == (0, True)
+    (pool,) = engines[1].table.states
     assert not any(pool.references)
+
+
+def test_a_conversation_goes_on_with_its_state_unless_its_past_changes():
+    """Turns prefill what is new, from the host, too; a changed one begins at its first page."""
+    engine, over = shared_engine(), Future()
+    engine.table.forget(live=False)
+    told, new = request(70, 1, seed=9).prompt_tokens, 69
+    for on_the_host in (False, True):
+        asked = Request(tuple(told), ((7, 1),), Sampling(12), conversations=(over,))
+        before = engine.prefilled_tokens
+        (said,) = engine.generate([asked])[0]
+        assert engine.prefilled_tokens - before == new
+        assert_scored(DELTA, asked, [said])
+        if on_the_host:
+            assert engine.table.put_by(0)
+        told, new = [*told, *said.tokens, 3, 1, 4], 3
+    changed = [*told[:80], (told[80] + 1) % 61, *told[81:]]
+    asked = Request(tuple(changed), ((7, 1),), Sampling(12), conversations=(over,))
+    before = engine.prefilled_tokens
+    assert_scored(DELTA, asked, engine.generate([asked])[0])
+    assert engine.prefilled_tokens - before == len(changed) - 1 - PAGE
+    over.cancel()
+    engine.table.let_go()
+    (pool,) = engine.table.states
+    assert not any(pool.references)
+
+
+@pytest.mark.slow
+def test_blocks_that_begin_ahead_draw_the_same():
+    """A stop string is seen a block late: the state has gone on, and the next turn begins anew."""
+    asked = [request(n, *range(n, n + 3), max_tokens=40, seed=n) for n in (70, 20)]
+    expected = [drawn(c) for c in engine_of(steps_per_dispatch=4).generate(asked)]
+    words = "abcdefghijklmnopqrstuvwxyz"
+    ahead = engine_of(
+        steps_per_dispatch=4,
+        ahead=True,
+        decode_text=lambda ids: "".join(words[i % 26] for i in ids),
+    )
+    assert [drawn(c) for c in ahead.generate(asked)] == expected
+    over, told = Future(), request(70, 1, seed=9).prompt_tokens
+    for _ in range(3):
+        sampling = Sampling(40, stop=("a", "e", "i"))
+        turn = Request(tuple(told), ((7, 1),), sampling, conversations=(over,))
+        (said,) = ahead.generate([turn])[0]
+        assert_scored(DELTA, turn, [said])
+        told = [*told, *said.tokens, 3]
+    over.cancel()
 
 
 def test_new_weights_begin_with_no_old_state():

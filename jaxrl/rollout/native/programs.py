@@ -286,6 +286,7 @@ class Prefill:
                 goes_on = state if at or begin is None else begin
                 self._states.begin[place], self._states.end[place] = goes_on, state
                 if (kept := borders.get(start + at + len(new))) is not None:
+                    assert self._states.copy is not None
                     self._states.copy[place] = kept
             self._tiles[part] += 1
         return chunk

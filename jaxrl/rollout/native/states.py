@@ -230,12 +230,14 @@ def _recur(
 ) -> tuple[Array, Array]:
     def one(inputs: tuple[Array, ...], memory: Array, count: Array) -> tuple[Array, Array]:
         if inputs[0].shape[1] == 1:
-            out, memory = step(*(x[:, 0] for x in inputs), memory)
+            q, k, v, log_decay, strength = (x[:, 0] for x in inputs)
+            out, memory = step(q, k, v, log_decay, strength, memory)
             return out[:, None], memory
-        *qkv, log_decay, strength = inputs
-        real = (jnp.arange(log_decay.shape[1]) < count[:, None])[..., None]
-        written = (jnp.where(real, x, 0) for x in (log_decay, strength))
-        return chunked(*qkv, *written, jnp.ones(real.shape[:2], jnp.int32), memory)
+        q, k, v, log_decay, strength = inputs
+        real = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
+        log_decay, strength = jnp.where(real, log_decay, 0), jnp.where(real, strength, 0)
+        ids = jnp.ones(q.shape[:2], jnp.int32)
+        return chunked(q, k, v, log_decay, strength, ids, memory)
 
     return _in_order(one, inputs, memory, places, first, count)
 
