@@ -45,6 +45,10 @@ PUBLISHED = {
     "arcee": Published("AFM", "4.5B"),
     "seed_oss": Published("Seed-OSS", "36B"),
     "helium": Published("Helium 1", "2B"),
+    "qwen3_next": Published("Qwen3-Next", "80B-A3B"),
+    "qwen3_5_text": Published("Qwen3.5", "0.8B to 27B"),
+    "qwen3_5_moe_text": Published("Qwen3.5-MoE", "35B-A3B, 122B-A10B, 397B-A17B"),
+    "lfm2": Published("LFM2", "350M to 2.6B"),
 }
 CHECKS = ("logits", "gradients", "decoding", "packing", "adapters", "export")
 LEFT_OUT = {

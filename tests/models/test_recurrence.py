@@ -61,6 +61,7 @@ REPEATING = dataclasses.replace(
     num_layers=5,
     mixers=("delta", "attention") * 2 + ("delta",),
     experts=dataclasses.replace(GROUPED.experts, dense_layers=(4,)),
+    initializer_range=0.1,  # five layers of 0.3 make a rounding a hundred times as large
 )
 CONVOLUTION = TransformerConfig(
     vocab_size=61,
@@ -158,7 +159,7 @@ def test_a_scan_over_periods_goes_through_all_layers(monkeypatch):
     scanned = jax.jit(partial(forward, REPEATING))(params, *given)
     monkeypatch.setattr(transformer, "MAX_UNROLLED_LAYERS", 5)
     apart = jax.jit(partial(forward, REPEATING))(params, *given)
-    assert np.std(apart) > 0.5
+    assert np.std(apart) > 0.1
     np.testing.assert_allclose(scanned, apart, atol=1e-5)
 
 
