@@ -142,6 +142,11 @@ def unmet(conditions: list[tuple[bool, str]]) -> list[str]:
     return [words for holds, words in conditions if not holds]
 
 
+def no_sinks(model: TransformerConfig) -> tuple[bool, str]:
+    """Return whether a model has no sinks in its attention, and the condition's words."""
+    return not model.attention_sinks, "a model without attention sinks"
+
+
 def at_least(facts: Facts, capability: float) -> bool:
     """Return whether a GPU has a compute capability; one that is not known has it."""
     return facts.capability is None or facts.capability >= capability

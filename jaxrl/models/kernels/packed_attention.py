@@ -37,6 +37,7 @@ from jaxrl.models.kernels.choice import (
     Implementation,
     Operation,
     at_least,
+    no_sinks,
     unmet,
 )
 from jaxrl.parallel.rules import Placement
@@ -283,11 +284,7 @@ def _splash_needs(facts: Facts) -> list[str]:
     assert facts.model is not None
     width = facts.model.head_dim
     divides = width % 64 == 0, f"a head_dim that 64 divides, not {width}"
-    return unmet([divides, _no_sinks(facts.model)])
-
-
-def _no_sinks(model: TransformerConfig) -> tuple[bool, str]:
-    return not model.attention_sinks, "a model without attention sinks"
+    return unmet([divides, no_sinks(facts.model)])
 
 
 # ---------------------------------------------------------------- GPU
@@ -340,7 +337,7 @@ def _cudnn_needs(facts: Facts) -> list[str]:
                 f"a head_dim that 8 divides, of at most {widest}, not {width}",
             ),
             (facts.model.attention_softcap is None, "a model without attention softcap"),
-            _no_sinks(facts.model),
+            no_sinks(facts.model),
         ]
     )
 
@@ -395,7 +392,7 @@ def _tokamax_needs(facts: Facts) -> list[str]:
             ),
             (facts.dtype == jnp.bfloat16, "trainer.bf16=True"),
             (width in (64, 128, 256), f"a head_dim of 64, 128 or 256, not {width}"),
-            _no_sinks(facts.model),
+            no_sinks(facts.model),
         ]
     )
 

@@ -27,6 +27,7 @@ from jaxrl.models.kernels.choice import (
     Implementation,
     Operation,
     at_least,
+    no_sinks,
     unmet,
 )
 from jaxrl.models.linear import einsum_float32
@@ -435,18 +436,14 @@ def _cudnn_needs(facts: Facts) -> list[str]:
             ),
             (facts.model.attention_softcap is None, "a model without attention softcap"),
             (facts.model.sliding_window is None, "a model without sliding windows"),
-            _no_sinks(facts.model),
+            no_sinks(facts.model),
         ]
     )
 
 
 def _ragged_needs(facts: Facts) -> list[str]:
     assert facts.model is not None
-    return unmet([_no_sinks(facts.model)])
-
-
-def _no_sinks(model: TransformerConfig) -> tuple[bool, str]:
-    return not model.attention_sinks, "a model without attention sinks"
+    return unmet([no_sinks(facts.model)])
 
 
 PAGED_ATTENTION = Operation(
