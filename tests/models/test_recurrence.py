@@ -7,18 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jaxrl.models import (
     forward,
     init_params,
-    load_config,
-    load_params,
     lora,
     transformer,
     unembed,
 )
 from jaxrl.models.architecture import (
+    LATER_FIELDS,
     DeltaNet,
     Experts,
     ShortConvolution,
@@ -31,9 +29,7 @@ from jaxrl.models.linear import base, merge
 from jaxrl.models.peft_format import load_adapter, save_adapter
 from jaxrl.models.placement import model_shardings, place_model
 from jaxrl.models.transformer import abstract_params
-from jaxrl.models.weights import params_to_hf
 from jaxrl.parallel import ShardingRules, make_mesh
-from tests.models.test_parity import MODELS, random_hf_model
 
 DELTA = TransformerConfig(
     vocab_size=61,
@@ -49,7 +45,7 @@ DELTA = TransformerConfig(
     rotary_dim=4,
     mixers=("delta", "attention"),
     delta_net=DeltaNet(key_heads=2, value_heads=4, key_dim=8, value_dim=12, window=4),
-    initializer_range=0.3,
+    initializer_range=0.1,  # with 0.3 the last bits of parameters move gradients by 6e-5
 )
 GROUPED = dataclasses.replace(
     DELTA,
@@ -61,7 +57,6 @@ REPEATING = dataclasses.replace(
     num_layers=5,
     mixers=("delta", "attention") * 2 + ("delta",),
     experts=dataclasses.replace(GROUPED.experts, dense_layers=(4,)),
-    initializer_range=0.1,  # five layers of 0.3 make a rounding a hundred times as large
 )
 CONVOLUTION = TransformerConfig(
     vocab_size=61,
@@ -74,7 +69,7 @@ CONVOLUTION = TransformerConfig(
     qk_norm=True,
     mixers=("convolution", "attention"),
     convolution=ShortConvolution(window=3, bias=True),
-    initializer_range=0.3,
+    initializer_range=0.1,
 )
 CONFIGS = {"delta": DELTA, "grouped": GROUPED, "convolution": CONVOLUTION}
 LENGTHS = (9, 70, 23)  # of three sequences; a chunk is of 64 tokens
@@ -188,37 +183,9 @@ def test_a_model_of_attention_alone_is_described_as_ever():
     plain = dataclasses.replace(DELTA, mixers=(), delta_net=None, output_gate=False)
     plain = dataclasses.replace(plain, rotary_dim=None)
     known = {f.name for f in dataclasses.fields(plain)}
-    new = {"experts", "rotary_dim", "output_gate", "mixers", "delta_net", "convolution"}
-    assert transformer.describe(plain).keys() == known - new
-    assert transformer.describe(DELTA).keys() == known - {"experts", "convolution"}
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "qwen3.5-moe", "lfm2-bias"])
-def test_gradients_are_those_of_transformers(name, tmp_path):
-    model = random_hf_model(MODELS[name][0], **MODELS[name][1])
-    model.save_pretrained(tmp_path)
-    config = load_config(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 61, (2, 24))
-    logits = model(torch.from_numpy(tokens)).logits
-    chosen = torch.from_numpy((tokens + 1) % 61)[..., None]
-    torch.log_softmax(logits, -1).gather(-1, chosen).mean().backward()
-    theirs = {k: p.grad.numpy() for k, p in model.named_parameters() if p.grad is not None}
-
-    @jax.jit
-    @jax.grad
-    def gradient(params):
-        positions = jnp.tile(jnp.arange(24), (2, 1))
-        hidden = forward(config, params, jnp.asarray(tokens), positions, jnp.ones_like(positions))
-        scores = jax.nn.log_softmax(unembed(config, params, hidden))
-        return jnp.mean(jnp.take_along_axis(scores, jnp.asarray(chosen.numpy()), axis=-1))
-
-    ours = dict(params_to_hf(config, gradient(load_params(tmp_path, config))))
-    shared = ours.keys() & theirs.keys()
-    assert {k for k in theirs if ".experts." not in k} - {"lm_head.weight"} <= shared
-    for k in shared:  # of experts they have one array
-        size = np.abs(theirs[k]).max()
-        np.testing.assert_allclose(ours[k], theirs[k], atol=1e-4 * size + 1e-6, err_msg=k)
+    assert transformer.describe(plain).keys() == known - {*LATER_FIELDS}
+    own = {"rotary_dim", "output_gate", "mixers", "delta_net"}
+    assert transformer.describe(DELTA).keys() == known - {*LATER_FIELDS} | own
 
 
 @pytest.mark.slow
