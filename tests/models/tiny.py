@@ -66,8 +66,7 @@ CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SHARED = {"shared_expert_intermediate_size": 40}
 HYBRID = {
-    "num_hidden_layers": 5,
-    "layer_types": ["linear_attention", "full_attention"] * 2 + ["linear_attention"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -219,7 +218,7 @@ def random_hf_model(model_type, **fields):
     model = AutoModelForCausalLM.from_config(config).eval()
     by_one_more = ("gemma", "nemotron", "qwen3_next", "qwen3_5")  # they multiply by 1 + scale
     centered = any(part in model_type for part in by_one_more)
-    # with 0.25 the last bits of its parameters move gradients of the delta rule by 1e-4
+    # the delta rule makes more of the last bits of its parameters
     width = 0.2 if "linear_num_key_heads" in fields else 0.25
     with torch.no_grad():
         for name, p in model.named_parameters():
