@@ -219,7 +219,7 @@ def random_hf_model(model_type, **fields):
     by_one_more = ("gemma", "nemotron", "qwen3_next", "qwen3_5")  # they multiply by 1 + scale
     centered = any(part in model_type for part in by_one_more)
     # the delta rule makes more of the last bits of its parameters
-    width = 0.2 if "linear_num_key_heads" in fields else 0.25
+    width = 0.18 if "linear_num_key_heads" in fields else 0.25
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
