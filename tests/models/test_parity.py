@@ -28,6 +28,7 @@ def first_of_family(name):
     return name if quick else pytest.param(name, marks=pytest.mark.slow)
 
 
+@pytest.mark.some(15)
 @pytest.mark.parametrize("name", map(first_of_family, MODELS))
 def test_logits_agree_in_both_directions_and_the_round_trip_is_exact(name, tmp_path):
     model_type, fields = MODELS[name]
@@ -72,6 +73,7 @@ def test_every_feature_matters_in_these_models(name, without):
     assert np.max(np.abs(our_logits(config, params) - our_logits(other, params))) > 0.01
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", map(first_of_family, MODELS))
 def test_gradients_are_those_of_transformers(name, tmp_path):
     model_type, fields = MODELS[name]
