@@ -49,8 +49,9 @@ def test_a_script_that_calls_another_one(script, tmp_path):
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "a mixture of experts of another family"),
-        ("openai/gpt-oss-20b", "a mixture of experts of another family"),
+        ("deepseek-ai/DeepSeek-V3", "a mixture of experts of another family"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", ""),
+        ("openai/gpt-oss-20b", ""),
         ("Qwen/Qwen3-30B-A3B", ""),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", ""),
         ("Qwen/Qwen2.5-VL-7B-Instruct", "a model of images"),

@@ -159,7 +159,7 @@ def check_config(flags, supervised):
         path = "configs/sft_addition.py" if supervised else "configs/quickstart.py"
     config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
     errors = []
-    for sizes in ((1,), (8,), (64,), (64, 16)):  # devices; processes
+    for sizes in ((1,), (8,), (64,), (64, 16), (128, 32)):  # devices; processes
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of fields without effect

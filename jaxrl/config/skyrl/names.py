@@ -217,8 +217,8 @@ _LOADABLE_EXPERTS = (
 )
 _UNLOADABLE = {
     rf"^(?!.*({_LOADABLE_EXPERTS})).*"
-    r"(-A\d+(\.\d+)?B\b|MoE|DeepSeek-(V\d|R1$)|gpt-oss|Moonlight|Kimi-K)": (
-        "a mixture of experts of another family than Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE"
+    r"(-A\d+(\.\d+)?B\b|MoE|DeepSeek-(V\d|R1$)|Moonlight|Kimi-K)": (
+        "a mixture of experts of another family than those of docs/models.md"
     ),
     r"\bVL\b|-VL-|Vision|LLaVA|Omni": "a model of images",
 }
