@@ -17,6 +17,7 @@ from jaxrl.rollout import build_remote
 from jaxrl.rollout.build_remote import worker_config
 from jaxrl.rollout.remote.http_client import RemoteServer, ServerError
 from jaxrl.rollout.remote.worker import OwnServer
+from jaxrl.rollout.weights.share import Share, Shares
 from jaxrl.rollout.weights.transfer import WeightTransfer
 from jaxrl.train import BasePPOExp
 from tests.test_train import assert_bitwise_equal, small
@@ -107,7 +108,10 @@ def test_workers_pull_their_weights_whatever_the_config_names(tmp_path):
         changes = {**WORKERS, "generator.inference_engine.weight_transport": transport}
         config = cfg.resolve(small(tmp_path, **changes))
         cfg.validate(config, num_devices=8)
-        assert isinstance(build_remote._source(config, None, None), WeightTransfer)
+        assert cfg.by_transfer(config)
+        shares = Shares(Share(delta=False))
+        source = build_remote._source(config, None, None, shares)  # pyright: ignore
+        assert isinstance(source, WeightTransfer) and source.shares is shares
         told = cfg.to_train_config(worker_config(config))
         assert told.serve.receive_weights and told.serve.weights_root is None
 
