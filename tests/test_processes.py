@@ -63,8 +63,9 @@ def trained(folder, count, devices=4, **overrides):
 
 
 def exported(folder):
-    """The parameters after the last step."""
-    return load_file(folder / f"exports/global_step_{STEPS}/policy/model.safetensors")
+    """The parameters after the last step: of the model, or of its adapters."""
+    (file,) = (folder / f"exports/global_step_{STEPS}/policy").glob("*model.safetensors")
+    return load_file(file)
 
 
 def checksums(folder):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl.models.linear import LoraWeight, merge
 from jaxrl.rollout.weights.groups import Piece, named, plan, whole_pieces
 from jaxrl.rollout.weights.share import Gone, Share, Shares, SharingEngine, _take_here, boxes
+from jaxrl.rollout.weights.transfer import WeightTransfer
 
 MESH = Mesh(np.reshape(jax.devices(), (4, 2)), ("fsdp", "tensor"))
 
@@ -43,6 +44,22 @@ def test_boxes_of_all_devices_are_the_whole(adapter, group_bytes):
     for name, x in arrays.items():
         wanted = np.asarray(merge(x).astype("bfloat16"), np.float32)
         np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+
+
+def test_an_adapter_with_a_scale_of_numpy_is_offered():
+    """As the trainer's parameters are in one process; and so are they where it is gone."""
+    weights = params(True)
+    layer = weights["layers"]["w"]
+    weights["layers"]["w"] = layer.replace(scale=np.float32([0.5, 2.0, 1.5]))
+    end = WeightTransfer(np.float32)
+    offer = end.publish(weights, 3)
+    group = offer.groups[1]  # the stacked arrays
+    (found,) = end.shares.offer(3, 1, group, [("127.0.0.1", 5)], None)
+    assert found.nbytes == 4 * 3 * 8 * 4 * 5
+    layer.w.delete()
+    end.shares.own._cut = None
+    with pytest.raises(Gone, match="the trainer is at work"):
+        end.shares.offer(3, 1, group, [("127.0.0.1", 6)], None)
 
 
 def test_what_is_cut_where():

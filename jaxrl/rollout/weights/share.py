@@ -152,9 +152,9 @@ class Share:
     def _take(self, pieces: Sequence[Piece]) -> list[jax.Array]:
         """Return pieces, on one device."""
         arrays = self._arrays
-        if arrays is None or any(x.is_deleted() for x in jax.tree.leaves(dict(arrays))):
+        if arrays is None or any(x.is_deleted() for x in _on_devices(dict(arrays))):
             raise Gone(BUSY)
-        if all(x.is_fully_addressable for x in jax.tree.leaves(dict(arrays))):
+        if not spans_processes(dict(arrays)):
             taken = take(arrays, pieces)
         else:
             taken = [_take_here(arrays[piece.name], piece) for piece in pieces]
@@ -173,6 +173,16 @@ class Share:
         held = _Held(self.version, pieces, arrays, tuple(sums(taken)), base, made)
         self._held[number] = held
         return held
+
+
+def _on_devices(tree: Any) -> list[jax.Array]:
+    """Return the leaves that are on devices: scales of adapters may be of numpy."""
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def spans_processes(tree: Any) -> bool:
+    """Return whether an array has parts on devices of other processes."""
+    return not all(x.is_fully_addressable for x in _on_devices(tree))
 
 
 def boxes(arrays: Arrays, group: Sequence[Piece]) -> dict[int, list[Piece]]:

@@ -25,7 +25,7 @@ from jaxrl.models.transformer import Params
 from jaxrl.rollout.remote.http_client import RemoteServer, ServerError
 from jaxrl.rollout.weights.groups import GROUP_BYTES, Piece, named, plan, whole_pieces
 from jaxrl.rollout.weights.incoming import Notice, Place, patience
-from jaxrl.rollout.weights.share import Gone, Share, Shares, boxes
+from jaxrl.rollout.weights.share import Gone, Share, Shares, boxes, spans_processes
 
 _log = logging.getLogger(__name__)
 ANSWER_SECONDS = 10.0  # for the answer of a server that has waited its own patience
@@ -165,7 +165,7 @@ class WeightTransfer:
         arrays = named(params)
         groups = plan(whole_pieces(arrays, self.dtype), self.group_bytes)
         self.sent_bytes = 0
-        spans = not all(x.is_fully_addressable for x in jax.tree.leaves(params))
+        spans = spans_processes(params)
         return Offer(
             version,
             [boxes(arrays, group) if spans else {0: list(group)} for group in groups],
