@@ -265,7 +265,7 @@ class OtherShare:
         self._stream = stream
 
     def begin(self, name: str, *args: Any) -> None:
-        """Send a call, one of the names above with its arguments; `answer` waits for what it gives."""
+        """Send a call by its name and arguments; `answer` waits for what it gives."""
         self._stream.send((name, args))
 
     def answer(self) -> Any:
