@@ -37,6 +37,11 @@ def test_a_sample_of_cases_equals_skyrl_or_is_listed(file):
     assert not report.failed
 
 
+@pytest.mark.parametrize("file", ["config_defaults_head", "config_defaults_seed"])
+def test_every_default_equals_skyrls_or_is_listed(file):  # quick, and often changed
+    assert not check_file(file, FOLDER, DIFFERENCES).failed
+
+
 @pytest.mark.slow
 def test_every_case_equals_skyrl_or_is_listed():
     assert main([str(FOLDER)]) == 0

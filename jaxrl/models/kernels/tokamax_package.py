@@ -3,13 +3,20 @@
 import importlib.metadata
 import logging
 
+from packaging.version import Version
+
+# Before this version it calls what JAX no longer has from this one on: seen on an H100.
+PORTED, JAX_MOVED = "0.0.17", "0.11.2"
+
 
 def missing() -> list[str]:
-    """Say that the package is missing; empty: it is installed."""
+    """Say that the package is missing, or too old for this JAX; empty: it can be used."""
     try:
-        importlib.metadata.version("tokamax")
+        found, jax = (importlib.metadata.version(name) for name in ("tokamax", "jax"))
     except importlib.metadata.PackageNotFoundError:
         return ["the package tokamax"]
+    if Version(found) < Version(PORTED) and Version(jax) >= Version(JAX_MOVED):
+        return [f"tokamax {PORTED} or later with jax {jax}, not {found}"]
     return []
 
 

@@ -83,7 +83,7 @@ class NativeEngine(SampleThread):
         device_memory: bytes of a device; None = as it says itself.
         resident_bytes: that others keep on each device while the engine samples.
         steps_per_dispatch: decode steps of a block, between two looks at the host; None = 32 on
-            CPUs, 8 elsewhere.
+            CPUs, 16 on GPUs, 8 elsewhere.
         enable_prefix_caching: reuse between requests what was decoded, too, and not only what was
             prefilled. What is reused then depends on timing, and with it the last bits.
         recompute_kv_on_update: new weights compute the cache of samples in flight anew.

@@ -249,29 +249,31 @@ def _compared(pair: Comparison, bound: float, repeats: int) -> Row:
         with jax.default_matmul_precision("highest"):
             return pair.formula(*(x.astype(jnp.float32) for x in operands))
 
-    ours, plain = jax.jit(pair.run), jax.jit(pair.formula)
-    values = ours(*pair.operands), jax.jit(exact)(*pair.operands)
+    ours, plain, operands = jax.jit(pair.run), jax.jit(pair.formula), pair.operands
+    values = ours(*operands), jax.jit(exact)(*operands)
     errors = [_relative(*values)]
     if pair.differentiated:
-        slope = jax.random.normal(jax.random.key(2), values[1].shape)
-        ours, plain, known = (_gradient(f, slope) for f in (pair.run, pair.formula, exact))
-        gradients = zip(ours(*pair.operands), known(*pair.operands), strict=True)
+        operands = (jax.random.normal(jax.random.key(2), values[1].shape), *operands)
+        ours, plain, known = (_gradient(f) for f in (pair.run, pair.formula, exact))
+        gradients = zip(ours(*operands), known(*operands), strict=True)
         errors.append(max(_relative(a, b) for a, b in gradients))
     return {
         "result": "pass" if all(x <= bound for x in errors) else "FAIL",  # NaN fails
         "error": errors[0],
         "gradient_error": errors[1] if pair.differentiated else None,
-        "ms": 1e3 * median_seconds(ours, repeats, *pair.operands),
-        "formula_ms": 1e3 * median_seconds(plain, repeats, *pair.operands),
+        "ms": 1e3 * median_seconds(ours, repeats, *operands),
+        "formula_ms": 1e3 * median_seconds(plain, repeats, *operands),
     }
 
 
-def _gradient(func: Callable[..., jax.Array], slope: jax.Array) -> Callable[..., Arrays]:
-    def loss(*operands: jax.Array) -> jax.Array:
+def _gradient(func: Callable[..., jax.Array]) -> Callable[..., Arrays]:
+    """Return the gradient by all operands; the slope is an argument: a constant would be folded."""
+
+    def loss(slope: jax.Array, *operands: jax.Array) -> jax.Array:
         return jnp.sum(func(*operands).astype(jnp.float32) * slope)
 
-    def gradients(*operands: jax.Array) -> Arrays:
-        return jax.grad(loss, tuple(range(len(operands))))(*operands)
+    def gradients(slope: jax.Array, *operands: jax.Array) -> Arrays:
+        return jax.grad(loss, tuple(range(1, 1 + len(operands))))(slope, *operands)
 
     return jax.jit(gradients)
 

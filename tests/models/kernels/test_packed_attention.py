@@ -251,6 +251,20 @@ def test_without_tokamax_packed_rows_on_a_gpu_go_by_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("tokamax", "jax", "missing"),
+    [
+        ("0.0.12", "0.10.2", []),
+        ("0.0.12", "0.11.2", ["tokamax 0.0.17 or later with jax 0.11.2, not 0.0.12"]),
+        ("0.0.17", "0.12.0", []),
+    ],
+)
+def test_a_tokamax_that_is_not_for_this_jax_is_passed_over(monkeypatch, tokamax, jax, missing):
+    versions = {"tokamax": tokamax, "jax": jax}
+    monkeypatch.setattr(tokamax_package.importlib.metadata, "version", versions.get)
+    assert tokamax_package.missing() == missing
+
+
+@pytest.mark.parametrize(
     ("changes", "facts", "name", "need"),
     [
         ({"head_dim": 96}, {"platform": "tpu"}, "splash", "a head_dim that 64 divides, not 96"),
