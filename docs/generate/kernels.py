@@ -42,8 +42,8 @@ for Python 3.11, which is not for JAX 0.11.2 or newer.
 
 On an H100 (jax 0.11.2, tokamax 0.0.17, `python -m jaxrl.prove --quick --again=kernels`) all of a
 GPU's hold their bounds in bfloat16, at 8e-5 to 2e-3 of the value and 3e-3 to 4e-3 of the gradient.
-One did not: the gradient of tokamax's grouped product by its matrices, off by 0.038, for which plain
-XLA stands in since. No TPU has run any: they are compiled by the TPU's compiler.
+One did not: the gradient of tokamax's grouped product by its matrices, off by 0.038, for which
+plain XLA stands in since. No TPU has run any: they are compiled by the TPU's compiler.
 """
 
 

@@ -199,8 +199,8 @@ class InferenceEngineConfig(BaseConfig):
         dict[str, Any], mapped("arguments of our engines, or flags of vLLM servers")
     ] = field(default_factory=dict)
     """Keyword arguments of the engine, e.g. {"steps_per_dispatch": 32}, the decode steps between
-    two looks at the host (32 on CPUs, 16 on GPUs, 8 elsewhere); with backend "vllm" flags of its servers, e.g.
-    {"max_model_len": 4096}; those of "jetstream" are in docs/jetstream.md."""
+    two looks at the host (32 on CPUs, 16 on GPUs, 8 elsewhere); with backend "vllm" flags of
+    its servers, e.g. {"max_model_len": 4096}; those of "jetstream" are in docs/jetstream.md."""
     override_existing_update_group: Annotated[str, _SHARED_WEIGHTS] = "auto"
     """Reuse of a weight-update group."""
     external_proxy_url: Annotated[str | None, implemented("of servers that run already")] = None

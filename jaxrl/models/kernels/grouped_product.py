@@ -9,7 +9,6 @@ Shape legend: n rows, E groups.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp

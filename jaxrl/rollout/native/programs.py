@@ -57,11 +57,12 @@ FRACTIONS = (4, 2, 1)  # a block may run over a quarter, a half or all of the ro
 # Decode steps of a block, by platform. Where a block begins before the one before is fetched, the
 # device waits for the host only if that needs longer than a block takes: about 6 ms for 1,024 slots
 # (LOG.md), where 8 steps of a 1.5B model take 64 ms on a TPU v5e (estimate). A row that ends leaves
-# its slot empty for one and a half blocks on average, 12 steps of 8. A CPU fetches each block before
-# the next: for N steps of t each, h of the host and rows of L tokens h / (N t) + N / (2 L) is lost,
-# which is flat around its least. On GPUs XLA drives a loop from the thread that calls it, so that
-# the host's work comes between blocks there, too: h = 5.5 ms on an H100, t = 1.4 ms for 64 rows of a
-# 0.5B model (LOG.md), and h / (N t) + 3 N / (2 L) is least at 36 for rows of 500, at 14 for a 7B.
+# its slot empty for one and a half blocks on average, 12 steps of 8. A CPU fetches each block
+# before the next: for N steps of t each, h of the host and rows of L tokens h / (N t) + N / (2 L)
+# is lost, which is flat around its least. On GPUs XLA drives a loop from the thread that calls it,
+# so that the host's work comes between blocks there, too: h = 5.5 ms on an H100, t = 1.4 ms for 64
+# rows of a 0.5B model (LOG.md), and h / (N t) + 3 N / (2 L) is least at N = 36 for rows of 500, at
+# 14 for a 7B model.
 DISPATCH_STEPS = {"cpu": 32, "gpu": 16}
 DEFAULT_DISPATCH_STEPS = 8
 
