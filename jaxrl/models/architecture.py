@@ -1,6 +1,6 @@
 """Say what a decoder is made of: the numbers and choices that its forward reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -75,6 +75,25 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Describe latent attention: the keys and values of all heads are made of one short vector.
+
+    A query and a key have `plain` dims, and behind them `turned` ones with rotary positions, whose
+    key is the same for all heads. DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
+
+    Example: `Latent(rank=512, plain=128, turned=64, value_dim=128, query_rank=1536)` is
+    DeepSeek-V3's: 576 numbers of a token in the cache, where 128 heads have 40,960.
+    """
+
+    rank: int  # numbers of the vector
+    plain: int
+    turned: int
+    value_dim: int  # of a head
+    query_rank: int | None = None  # of the vector that queries are made of; None = of the token
+    norm_eps: float = 1e-6  # of both vectors, whatever that of the layers
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """Describe the architecture of a decoder: that of Llama, and what other families change.
 
@@ -127,6 +146,7 @@ class TransformerConfig:
     mixers: tuple[str, ...] = ()  # one of `MIXERS` per layer; empty: all attention
     delta_net: DeltaNet | None = None
     convolution: ShortConvolution | None = None
+    latent: Latent | None = None  # h is the width of queries and keys, and each head has its own
 
 
 # Fields that checkpoints from before they existed do not have; `describe` leaves them out where
@@ -135,7 +155,7 @@ LATER_FIELDS = (
     *("experts", "pre_norms", "layer_norm", "gated_mlp", "rotary_dim", "rope_pairs"),
     *("rope_layers", "query_growth", "attention_scale", "embedding_multiplier"),
     *("residual_multiplier", "logits_scaling", "attention_sinks", "names"),
-    *("output_gate", "mixers", "delta_net", "convolution"),
+    *("output_gate", "mixers", "delta_net", "convolution", "latent"),
 )
 LATER_EXPERTS_FIELDS = ("linear_bias", "swiglu_limit", "swiglu_alpha")
 SOFTMAX, DELTA, CONVOLUTION = MIXERS = ("attention", "delta", "convolution")
@@ -222,6 +242,17 @@ def keeps_states(config: TransformerConfig) -> bool:
     return any(mixer != SOFTMAX for mixer in layer_mixers(config))
 
 
+def cached_attention(config: TransformerConfig) -> TransformerConfig:
+    """Return the model with its attention as the engine's cache has it.
+
+    Latent attention has one key head there, the latent and the turned dims, for all queries.
+    """
+    if (n := config.latent) is None:
+        return config
+    scale = config.attention_scale or config.head_dim**-0.5
+    return replace(config, num_kv_heads=1, head_dim=n.rank + n.turned, attention_scale=scale)
+
+
 def layer_kinds(config: TransformerConfig) -> list[str]:
     """Return the kind of each layer, a key of `KINDS`."""
     names, experts = {kind: name for name, kind in KINDS.items()}, config.experts
@@ -279,6 +310,13 @@ def layer_params(config: TransformerConfig, tokens: float = 1.0) -> float:
     c = config
     queries = (2 + c.output_gate) * c.num_heads
     mixer = {SOFTMAX: c.hidden_size * c.head_dim * (queries + 2 * c.num_kv_heads)}
+    if (l := c.latent) is not None:
+        makes_queries = c.num_heads * c.head_dim
+        if l.query_rank is not None:
+            makes_queries = l.query_rank * (1 + makes_queries / c.hidden_size)
+        outputs = c.num_heads * l.value_dim
+        expands = l.rank * c.num_heads * (l.plain + l.value_dim)
+        mixer[SOFTMAX] = c.hidden_size * (makes_queries + l.rank + l.turned + outputs) + expands
     if (n := c.delta_net) is not None:
         values = n.value_heads * n.value_dim
         widths = n.channels + 2 * values + 2 * n.value_heads  # also of the gate, and the output
@@ -299,7 +337,8 @@ def attention_flops(config: TransformerConfig) -> int:
 
     2 for q k^T and 2 for probs v, per head dim, in each layer that has attention.
     """
-    return 4 * layers_with(config, SOFTMAX) * config.num_heads * config.head_dim
+    values = config.head_dim if config.latent is None else config.latent.value_dim
+    return 2 * layers_with(config, SOFTMAX) * config.num_heads * (config.head_dim + values)
 
 
 def state_flops(config: TransformerConfig) -> int:
@@ -312,7 +351,9 @@ def state_flops(config: TransformerConfig) -> int:
 
 def position_elements(config: TransformerConfig) -> int:
     """Return the numbers of a position in the cache: keys and values where there is attention."""
-    return 2 * layers_with(config, SOFTMAX) * config.num_kv_heads * config.head_dim
+    kept = cached_attention(config)
+    parts = 2 if config.latent is None else 1  # values are dims of the key there
+    return parts * layers_with(config, SOFTMAX) * kept.num_kv_heads * kept.head_dim
 
 
 def state_elements(config: TransformerConfig) -> int:

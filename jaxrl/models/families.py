@@ -6,6 +6,7 @@ gives the same architecture, so an export never describes another model.
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jaxrl.models.architecture import (
     SOFTMAX,
     DeltaNet,
     Experts,
+    Latent,
     ShortConvolution,
     layer_mixers,
 )
@@ -256,6 +258,60 @@ _GLM4_MOE_EXPERTS = _EXPERTS | {
     "groups": "n_group",
     "groups_per_token": "topk_group",
 }
+_LATENT = {  # ours -> Hugging Face
+    "rank": "kv_lora_rank",
+    "plain": "qk_nope_head_dim",
+    "turned": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+    "query_rank": "q_lora_rank",
+}
+_YOUTU = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536,
+    "rope_interleave": True,
+    "tie_word_embeddings": True,
+}
+_DEEPSEEK_V3 = _YOUTU | {
+    "tie_word_embeddings": False,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
+_DEEPSEEK_V2 = {
+    **{k: x for k, x in _DEEPSEEK_V3.items() if k not in ("rope_interleave", "norm_topk_prob")},
+    "n_routed_experts": 64,
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": 1407,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.0,
+    "n_group": None,
+    "topk_group": None,
+    "first_k_dense_replace": 0,
+    "topk_method": "greedy",
+}
+_GLM4_MOE_LITE = {
+    **{k: x for k, x in _DEEPSEEK_V3.items() if k != "first_k_dense_replace"},
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "mlp_layer_types": None,
+}
 _GPT_OSS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -486,6 +542,35 @@ FAMILIES = {
         expert_features={"scoring": "sigmoid", "bias": True},
         plain={"qk_norm": "use_qk_norm"},
     ),
+    "youtu": Family(
+        "YoutuForCausalLM", _YOUTU, {"names": "latent"}, plain={"rope_pairs": "rope_interleave"}
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _DEEPSEEK_V3,
+        {"names": "latent"},
+        experts=_GLM4_MOE_EXPERTS,
+        expert_features={"scoring": "sigmoid", "bias": True},
+        plain={"rope_pairs": "rope_interleave"},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        _DEEPSEEK_V2,
+        {"names": "latent", "rope_pairs": True},
+        experts={
+            ours: theirs
+            for ours, theirs in _GLM4_MOE_EXPERTS.items()
+            if ours in ("count", "per_token", "width", "scaling")
+        },
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        _GLM4_MOE_LITE,
+        {"names": "latent"},
+        experts=_GLM4_MOE_EXPERTS,
+        expert_features={"scoring": "sigmoid", "bias": True},
+        plain={"rope_pairs": "rope_interleave"},
+    ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
         _GPT_OSS,
@@ -614,6 +699,9 @@ def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
         values[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
     width = values["hidden_size"] // heads if head_dim is None else head_dim
+    latent = _latent(family, values)
+    if latent is not None:
+        kv_heads, width = heads, latent.plain + latent.turned
     windows = _sliding(model_type, values)
     slides = windows["sliding_layers"] or (False,) * values["num_hidden_layers"]
     turns = tuple(family.turns is None or family.turns(values, i, x) for i, x in enumerate(slides))
@@ -629,8 +717,12 @@ def _parse(model_type: str, values: dict[str, Any]) -> TransformerConfig:
         **windows,
         **_mixers(family, values),
         **family.features,
+        **_rope(family, values, width, any(slides)),
     }
-    return TransformerConfig(**fields, **_rope(family, values, width, any(slides)))
+    if latent is not None:
+        scale = _latent_scale(width, fields["rope_scaling"])
+        fields |= {"latent": latent, "rotary_dim": latent.turned, "attention_scale": scale}
+    return TransformerConfig(**fields)
 
 
 def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
@@ -650,6 +742,7 @@ def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
         **_written_windows(model_type, c),
         **_written_rope(family, c),
         **_written_mixers(family, c),
+        **_written_latent(family, c),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -680,6 +773,14 @@ def _experts(family: Family, values: Mapping[str, Any]) -> Experts | None:
             raise _unsupported("decoder_sparse_step", step, "1 or more")
         layers = range(values["num_hidden_layers"])
         dense = tuple(i for i in layers if i in alone or (i + 1) % step)
+    if "mlp_layer_types" in family.defaults:
+        count = values["num_hidden_layers"]
+        kinds = values["mlp_layer_types"] or ["dense"] + ["sparse"] * (count - 1)
+        if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+            raise _unsupported("mlp_layer_types", kinds, f"'dense' or 'sparse' for {count} layers")
+        dense = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+    if values.get("topk_method", "greedy") not in ("greedy", "noaux_tc"):
+        raise _unsupported("topk_method", values["topk_method"], "'greedy', 'noaux_tc'")
     if "first_k_dense_replace" in family.defaults:
         dense = tuple(range(min(values["first_k_dense_replace"], values["num_hidden_layers"])))
     fields = {ours: values[theirs] for ours, theirs in family.experts.items()}
@@ -703,9 +804,38 @@ def _written_experts(family: Family, config: TransformerConfig) -> dict[str, Any
         written |= dense
     if "first_k_dense_replace" in family.defaults:
         written["first_k_dense_replace"] = len(config.experts.dense_layers)
+    if "mlp_layer_types" in family.defaults:
+        alone, layers = config.experts.dense_layers, range(config.num_layers)
+        written["mlp_layer_types"] = ["dense" if i in alone else "sparse" for i in layers]
     if "n_shared_experts" in family.defaults:
         written["n_shared_experts"] = (config.experts.shared_width or 0) // config.experts.width
     return written
+
+
+def _latent(family: Family, values: Mapping[str, Any]) -> Latent | None:
+    if "kv_lora_rank" not in family.defaults:
+        return None
+    latent = Latent(**{ours: values[theirs] for ours, theirs in _LATENT.items()})
+    if latent.value_dim > latent.plain + latent.turned:
+        widest = f"at most {latent.plain + latent.turned}, the width of a query"
+        raise _unsupported("v_head_dim", latent.value_dim, widest)
+    if values["attention_bias"]:
+        raise _unsupported("attention_bias", True, "false, beside latent attention")
+    return latent
+
+
+def _latent_scale(width: int, scaling: RopeScaling | None) -> float | None:
+    """Return the factor of latent attention's scores; YaRN's amplitude lies in it, squared."""
+    if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return None
+    return width**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+
+
+def _written_latent(family: Family, config: TransformerConfig) -> dict[str, Any]:
+    if "kv_lora_rank" not in family.defaults or (latent := config.latent) is None:
+        return {}
+    written = {theirs: getattr(latent, ours) for ours, theirs in _LATENT.items()}
+    return written | {"head_dim": latent.turned}  # of which transformers makes its frequencies
 
 
 def _mixers(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -890,7 +1020,10 @@ def _rope_overrides(
     if "rope_scaling" in changes:
         scaling = parse_scaling(rope, "rope_scaling", values["max_position_embeddings"])
     theta = changes.get("rope_theta", rope.get("rope_theta", config.rope_theta))
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
+    fields = {"rope_theta": float(theta), "rope_scaling": scaling}
+    if config.latent is not None:
+        fields["attention_scale"] = _latent_scale(config.head_dim, scaling)
+    return fields
 
 
 def _unsupported(field: str, value: object, supported: str) -> ValueError:

@@ -343,7 +343,7 @@ def _check_tensors(
         and name not in ignored
         and not name.endswith("rotary_emb.inv_freq")
         and not NOT_TEXT.match(name)
-        and not (config.names == "glm4_moe" and _behind(config, name))
+        and not (config.names in ("glm4_moe", "latent") and _behind(config, name))
     ]
     if extra:
         raise ModelError(f"{folder} has tensors that the config does not explain: {_listed(extra)}")

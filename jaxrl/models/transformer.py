@@ -33,6 +33,7 @@ from jaxrl.models.architecture import (
     SOFTMAX,
     DeltaNet,
     Experts,
+    Latent,
     LayerFlags,
     LayerRun,
     Period,
@@ -107,7 +108,7 @@ def param_specs(config: TransformerConfig) -> Params:
     norms = {"attn_norm": norm, "mlp_norm": norm} if c.pre_norms else {}
     if c.post_norms:
         norms |= {"attn_post_norm": norm, "mlp_post_norm": norm}
-    mixers = {SOFTMAX: _attention(c, scale)}
+    mixers = {SOFTMAX: _attention(c, scale) if c.latent is None else _latent(c, c.latent)}
     if c.delta_net is not None:
         mixers[DELTA] = _delta_net(c.delta_net, d)
     if c.convolution is not None:
@@ -160,6 +161,25 @@ def _attention(c: TransformerConfig, scale: str) -> Params:
     if c.attention_sinks:
         attention["sinks"] = ParamSpec((heads,), ("heads",), "zeros")
     return attention
+
+
+def _latent(c: TransformerConfig, latent: Latent) -> Params:
+    d, heads, rank = c.hidden_size, c.num_heads, latent.query_rank
+    specs = {
+        "wkv_down": ParamSpec((d, latent.rank + latent.turned), ("embed", None)),
+        "kv_norm": ParamSpec((latent.rank,), ("norm",), "ones"),
+        "wkv_up": ParamSpec(
+            (latent.rank, heads, latent.plain + latent.value_dim), (None, "heads", "head_dim")
+        ),
+        "wo": ParamSpec((heads, latent.value_dim, d), ("heads", "head_dim", "embed")),
+    }
+    if rank is None:
+        return specs | {"wq": ParamSpec((d, heads, c.head_dim), ("embed", "heads", "head_dim"))}
+    return specs | {
+        "wq_down": ParamSpec((d, rank), ("embed", None)),
+        "q_norm": ParamSpec((rank,), ("norm",), "ones"),
+        "wq_up": ParamSpec((rank, heads, c.head_dim), (None, "heads", "head_dim")),
+    }
 
 
 def _mlp(name: str, d: int, ff: int) -> Params:
@@ -374,7 +394,7 @@ def fuse_projections(layer: Params, shards: int = 1) -> Params:
     """
     joined, done = {}, set()
     for name, (parts, axis) in FUSED.items():
-        if parts[0] in layer and all(layer[part].shape[axis] % shards == 0 for part in parts):
+        if all(part in layer and layer[part].shape[axis] % shards == 0 for part in parts):
             pieces = [jnp.split(layer[part], shards, axis) for part in parts]
             by_shard = [piece for shard in zip(*pieces, strict=True) for piece in shard]
             joined[name] = jnp.concatenate(by_shard, axis)
@@ -469,6 +489,8 @@ def decoder_layer(
     placement: Placement | None = None,
     mix: Mix | None = None,
     recurrence: Recurrence | None = None,
+    *,
+    absorbed: bool = False,
 ) -> jax.Array:
     """Run one block; `attend` decides which keys there are.
 
@@ -476,6 +498,8 @@ def decoder_layer(
     a model that has them; it returns [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP
     width are spread by `placement`. mix(weights, y) is the MLP of a layer with experts, see
     `expert_mlp`; a layer that keeps a state in the place of keys and values goes by `recurrence`.
+    absorbed: latent attention asks the latents, see `cached_attention`: the matrices that would
+    make keys and values of them go into the queries, and into what comes back.
     """
     x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
 
@@ -514,7 +538,43 @@ def decoder_layer(
         out = spread(project(out, layer["wo"], contract=2), None)
         return add_bias(out, layer["bo"]) if config.attention_output_bias else out
 
+    def latent_attention(y: jax.Array, n: Latent) -> jax.Array:
+        of_vectors = dataclasses.replace(config, rms_norm_eps=n.norm_eps)
+
+        def vector(y: jax.Array, name: str) -> jax.Array:
+            return normalise(y, rounded(layer[name], y.dtype), of_vectors)
+
+        asks = y
+        if n.query_rank is not None:
+            asks = vector(project(y, layer["wq_down"]), "q_norm")
+        q = spread(project(asks, layer["wq" if n.query_rank is None else "wq_up"]), "heads", None)
+        plain, turned = jnp.split(q, [n.plain], axis=-1)
+        latent, key = jnp.split(project(y, layer["wkv_down"]), [n.rank], axis=-1)
+        latent = vector(latent, "kv_norm")
+        turned, key = (
+            rotate(x, view.cos, view.sin, config.rope_pairs) for x in (turned, key[:, :, None])
+        )
+        if absorbed:
+            for_keys, for_values = jnp.split(layer["wkv_up"], [n.plain], axis=-1)
+            plain = jnp.einsum("bthn,rhn->bthr", plain, for_keys)
+            k = v = jnp.concatenate([latent[:, :, None], key], axis=-1)
+        else:
+            both = spread(project(latent, layer["wkv_up"]), "heads", None)
+            k, v = jnp.split(both, [n.plain], axis=-1)
+            key = jnp.broadcast_to(key, (*k.shape[:-1], n.turned))
+            k = jnp.concatenate([k, key], axis=-1)
+            # as wide as a key: so kernels want it
+            v = jnp.pad(v, ((0, 0),) * 3 + ((0, config.head_dim - n.value_dim),))
+        q = jnp.concatenate([plain, turned], axis=-1)
+        out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
+        if absorbed:
+            out = jnp.einsum("bthr,rhv->bthv", out[..., : n.rank], for_values)
+        out = checkpoint_name(out[..., : n.value_dim], ATTENTION)
+        return spread(project(out, layer["wo"], contract=2), None)
+
     def mixed(y: jax.Array) -> jax.Array:
+        if config.latent is not None:
+            return latent_attention(y, config.latent)
         if "delta_out" in layer:
             assert recurrence is not None
             return spread(gated_delta_net(config, layer, y, recurrence, spread, shards), None)

@@ -174,6 +174,18 @@ def _glm4_moe(_: TransformerConfig) -> dict[str, HFWeight]:
     }
 
 
+def _latent(c: TransformerConfig) -> dict[str, HFWeight]:
+    attention = "model.layers.{i}.self_attn"
+    return _glm4_moe(c) | {
+        "wq_down": HFWeight(f"{attention}.q_a_proj.weight", LINEAR),
+        "q_norm": HFWeight(f"{attention}.q_a_layernorm.weight", VECTOR),
+        "wq_up": HFWeight(f"{attention}.q_b_proj.weight", TO_HEADS),
+        "wkv_down": HFWeight(f"{attention}.kv_a_proj_with_mqa.weight", LINEAR),
+        "kv_norm": HFWeight(f"{attention}.kv_a_layernorm.weight", VECTOR),
+        "wkv_up": HFWeight(f"{attention}.kv_b_proj.weight", TO_HEADS),
+    }
+
+
 def _gpt_oss(c: TransformerConfig) -> dict[str, HFWeight]:
     """Return the experts of all numbers in one tensor, gate and up in turns."""
     assert c.experts is not None
@@ -201,6 +213,7 @@ NAMES: dict[str, Callable[[TransformerConfig], dict[str, HFWeight]]] = {
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "latent": _latent,
 }
 
 

@@ -73,6 +73,15 @@ HYBRID = {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "head_dim": 6,
+}
 CONVOLUTIONS = {
     "layer_types": ["conv", "full_attention", "conv"],
     "block_multiple_of": 16,
@@ -196,6 +205,42 @@ MODELS = {
             "routed_scaling_factor": 1.5,
             "n_group": 2,
             "topk_group": 1,
+        },
+    ),
+    "youtu": ("youtu", LATENT),
+    "youtu-plain": ("youtu", LATENT | {"q_lora_rank": None, "rope_interleave": False}),
+    "deepseek-v3": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        LATENT
+        | {
+            "v_head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
         },
     ),
     "gpt-oss": (

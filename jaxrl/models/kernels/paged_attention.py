@@ -45,11 +45,16 @@ BLOCK_QUERIES, TILE_QUERIES = 32, 128
 TILE_VMEM = 48 * 2**20  # bytes; 64 heads of 128 fit
 LANES = 128  # of a TPU's memory
 
-Layout = Literal["transposed", "joined", "apart"]
+Layout = Literal["transposed", "joined", "apart", "shared"]
 
 
-def layout_of(platform: str) -> Layout:
-    """Return how pages lie on a platform, for whichever of its implementations reads them."""
+def layout_of(platform: str, config: TransformerConfig | None = None) -> Layout:
+    """Return how pages lie on a platform, for whichever of its implementations reads them.
+
+    Those of a model with latent attention lie alike everywhere.
+    """
+    if config is not None and config.latent is not None:
+        return "shared"
     layouts: dict[str, Layout] = {"cpu": "transposed", "tpu": "joined"}
     return layouts.get(platform, "apart")
 
@@ -65,6 +70,7 @@ class Pages(struct.PyTreeNode):
             place: "apart" has keys and values [P, p, K, h] each, which cuDNN reads; "joined" one
             array [P, p, 2 K, h], which the TPU's kernel reads, the keys of head k at 2 k, its
             values at 2 k + 1. There K and h are rounded up to what the kernel takes; zeros fill it.
+            "shared" has keys [P, p, K, h], which are the values, too: of latent attention.
     """
 
     arrays: tuple[Array, ...]
@@ -81,6 +87,7 @@ class Pages(struct.PyTreeNode):
             "transposed": ((pages, heads, width, size), (pages, heads, size, width)),
             "joined": ((pages, size, _rows_of_tpu(2 * heads, dtype), width + -width % LANES),),
             "apart": ((pages, size, heads, width),) * 2,
+            "shared": ((pages, size, heads, width),),
         }[layout]
         return cls(tuple(jnp.zeros(shape, dtype) for shape in shapes), heads, layout)
 
@@ -120,6 +127,8 @@ class Pages(struct.PyTreeNode):
             # a barrier, or XLA for TPUs copies all pages to read some the other way around
             both = jax.lax.optimization_barrier(found[0])
             found = [both[..., 0::2, :], both[..., 1::2, :]]
+        elif self.layout == "shared":
+            found *= 2
         keys, values = (x.reshape(rows, -1, heads, width) for x in found)
         return keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
 
@@ -138,6 +147,8 @@ class Pages(struct.PyTreeNode):
         elif self.layout == "transposed":
             every = slice(None)
             tokens = [((ids, every, every, offsets), k), ((ids, every, offsets), v)]
+        elif self.layout == "shared":
+            tokens = [((ids, offsets), k)]
         else:
             tokens = [((ids, offsets), k), ((ids, offsets), v)]
         put = [
@@ -437,25 +448,30 @@ def _cudnn_needs(facts: Facts) -> list[str]:
             (facts.model.attention_softcap is None, "a model without attention softcap"),
             (facts.model.sliding_window is None, "a model without sliding windows"),
             no_sinks(facts.model),
+            _no_latents(facts.model),
         ]
     )
 
 
 def _ragged_needs(facts: Facts) -> list[str]:
     assert facts.model is not None
-    return unmet([no_sinks(facts.model)])
+    return unmet([no_sinks(facts.model), _no_latents(facts.model)])
+
+
+def _no_latents(model: TransformerConfig) -> tuple[bool, str]:
+    return model.latent is None, "a model without latent attention"
 
 
 PAGED_ATTENTION = Operation(
     "paged_attention",
     "attention of rows to keys and values in pages",
     {
-        "ragged": Implementation(tpu_ragged, _ragged_needs, "no sinks"),
+        "ragged": Implementation(tpu_ragged, _ragged_needs, "no sinks, no latents"),
         "cudnn": Implementation(
             cudnn,
             _cudnn_needs,
             "Ampere or later, bfloat16, 8 divides head_dim, head_dim <= 256 (128 before Hopper), "
-            "no soft cap, no sliding windows, no sinks",
+            "no soft cap, no sliding windows, no sinks, no latents",
         ),
         REFERENCE: Implementation(by_pages),
     },

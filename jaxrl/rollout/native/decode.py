@@ -377,7 +377,8 @@ def run_layers(
             recurrence = kept_recurrence(states[kept], places, first, count, placement, note)
             kept += 1
         of_layer = view(LayerFlags(*flags))
-        x = decoder_layer(config, layer, x, of_layer, attend, placement, mix, recurrence)
+        parts = placement, mix, recurrence
+        x = decoder_layer(config, layer, x, of_layer, attend, *parts, absorbed=True)
     routes = cache.routes
     if routes is not None:
         chosen = jnp.concatenate([of_layer.ids for of_layer in routing], axis=-1)

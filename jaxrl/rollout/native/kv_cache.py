@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrl.models.architecture import SOFTMAX, layers_with, routes_shape
+from jaxrl.models.architecture import SOFTMAX, cached_attention, layers_with, routes_shape
 from jaxrl.models.kernels.paged_attention import Layout, Pages, paged_attention
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import MeshAxes, Placement
@@ -52,7 +52,7 @@ def empty_cache(
 ) -> Cache:
     """Make a cache of `pages` pages of `size` positions; `layout` as in `Pages`."""
     layers = tuple(
-        Pages.empty(config, pages, size, dtype, layout=layout)
+        Pages.empty(cached_attention(config), pages, size, dtype, layout=layout)
         for _ in range(layers_with(config, SOFTMAX))
     )
     kept = empty_states(config, states, dtype)
@@ -116,7 +116,7 @@ def write_and_attend(
             here = at // layer.size == jax.lax.axis_index(by_position)
             ids, at = jnp.where(here, ids, pages), at % layer.size
         layer = layer.write(ids, at, *flat)
-        given = config, q, layer, table, first, *sinks
+        given = cached_attention(config), q, layer, table, first, *sinks
         out = paged_attention(*given, sliding=sliding, kernel=kernel, axis=by_position)
         return layer, out
 

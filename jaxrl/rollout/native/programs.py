@@ -196,7 +196,7 @@ def _empty(
         pages,
         size,
         dtype,
-        layout=layout_of(device.platform),
+        layout=layout_of(device.platform, config),
         keep_routes=keep_routes,
         states=states,
     )
