@@ -188,6 +188,12 @@ _GRANITE = {  # ours -> theirs
     "residual_multiplier": "residual_multiplier",
     "logits_scaling": "logits_scaling",
 }
+_GRANITE4 = {
+    "intermediate_size": 11_008,  # of experts alone
+    "shared_intermediate_size": 1024,
+    "position_embedding_type": None,
+    "num_experts": 8,
+}
 _PHI3 = {
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
@@ -493,6 +499,13 @@ FAMILIES = {
     "granite": Family(
         "GraniteForCausalLM", dict.fromkeys(_GRANITE.values(), 1.0), {}, plain=_GRANITE
     ),
+    "granitemoehybrid": Family(  # its dense models: Granite 4 micro
+        "GraniteMoeHybridForCausalLM",
+        dict.fromkeys(_GRANITE.values(), 1.0) | _GRANITE4,
+        {"names": "granite4"},
+        plain=_GRANITE | {"intermediate_size": "shared_intermediate_size"},
+        turns=lambda c, *_: c["position_embedding_type"] == "rope",
+    ),
     "phi3": Family("Phi3ForCausalLM", _PHI3, {"names": "phi3", **_NO_BIAS}, _has_window),
     "glm": Family(
         "GlmForCausalLM",
@@ -734,6 +747,7 @@ def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
         "architectures": [family.architecture],
         **{theirs: getattr(c, ours) for ours, theirs in (SIZES | _plain(family)).items()},
         **(no_rope if "no_rope_layers" in family.defaults else {}),
+        **(_written_granite4(c) if "position_embedding_type" in family.defaults else {}),
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
         _activation_field(family): c.activation,
@@ -747,6 +761,15 @@ def _write(model_type: str, config: TransformerConfig) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
         "dtype": "float32",
+    }
+
+
+def _written_granite4(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "position_embedding_type": "nope" if config.rope_layers else "rope",
+        "num_local_experts": 0,
+        "layer_types": [FULL] * config.num_layers,
+        "mamba_n_heads": 1,  # there are none, but transformers wants a number that divides
     }
 
 
@@ -892,6 +915,12 @@ def _sliding(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return sliding_window and sliding_layers of a config.json."""
     slides, layers = FAMILIES[model_type].slides, range(values["num_hidden_layers"])
     kinds = None if model_type in ONE_KIND else values["layer_types"]
+    if model_type == "granitemoehybrid":
+        if values["num_experts"]:
+            raise _unsupported("num_local_experts", values["num_experts"], "0, a dense Granite 4")
+        if kinds is None:
+            raise _unsupported("layer_types", None, f"{FULL!r} for every layer")
+        kinds = [FULL if kind == "attention" else kind for kind in kinds]
     if kinds is None:
         kinds = [SLIDING if slides and slides(values, i) else FULL for i in layers]
     allowed = {FULL, SLIDING} if slides else {FULL}

@@ -150,6 +150,12 @@ def _gate_up(c: TransformerConfig) -> dict[str, HFWeight]:
     return _joined_rows(name, w_gate=c.intermediate_size, w_up=c.intermediate_size)
 
 
+def _granite4(c: TransformerConfig) -> dict[str, HFWeight]:
+    mlp, width = "model.layers.{i}.shared_mlp", c.intermediate_size
+    both = _joined_rows(f"{mlp}.input_linear.weight", w_gate=width, w_up=width)
+    return both | {"w_down": HFWeight(f"{mlp}.output_linear.weight", LINEAR)}
+
+
 def _phi3(c: TransformerConfig) -> dict[str, HFWeight]:
     name, key = "model.layers.{i}.self_attn.qkv_proj.weight", c.num_kv_heads * c.head_dim
     return _gate_up(c) | _joined_rows(name, wq=c.num_heads * c.head_dim, wk=key, wv=key)
@@ -208,6 +214,7 @@ def _gpt_oss(c: TransformerConfig) -> dict[str, HFWeight]:
 # By `TransformerConfig.names`: what lies elsewhere than in a Llama.
 NAMES: dict[str, Callable[[TransformerConfig], dict[str, HFWeight]]] = {
     "llama": lambda _: {},
+    "granite4": _granite4,
     "phi3": _phi3,
     "glm": _gate_up,
     "glm4": _glm4,

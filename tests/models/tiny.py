@@ -73,6 +73,16 @@ HYBRID = {
     "linear_value_head_dim": 12,
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
+GRANITE4 = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 40,
+    "layer_types": ["full_attention"] * 3,
+    "mamba_n_heads": 1,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.25,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 20,
@@ -172,6 +182,8 @@ MODELS = {
             "attention_bias": True,
         },
     ),
+    "granite4": ("granitemoehybrid", GRANITE4 | {"position_embedding_type": "rope"}),
+    "granite4-nope": ("granitemoehybrid", GRANITE4),
     "phi3": ("phi3", {"tie_word_embeddings": True, "sliding_window": WINDOW}),
     "phi3-longrope": (
         "phi3",
