@@ -44,6 +44,11 @@ PUBLISHED = {
     "nemotron": Published("Minitron, Nemotron-Mini", "4B, 8B"),
     "arcee": Published("AFM", "4.5B"),
     "seed_oss": Published("Seed-OSS", "36B"),
+    "granitemoehybrid": Published("Granite 4 micro", "0.35B to 3B"),
+    "youtu": Published("Youtu-LLM", "2B"),
+    "deepseek_v3": Published("DeepSeek-V3, R1", "671B-A37B"),
+    "deepseek_v2": Published("DeepSeek-V2-Lite", "16B-A2.4B"),
+    "glm4_moe_lite": Published("GLM-4.7-Flash", "30B-A3B"),
     "helium": Published("Helium 1", "2B"),
     "qwen3_next": Published("Qwen3-Next", "80B-A3B"),
     "qwen3_5_text": Published("Qwen3.5", "0.8B to 27B"),
@@ -57,15 +62,19 @@ LEFT_OUT = {
     "layer, and layers that reuse the keys of others. Stacks of layers and pages have one shape.",
     "Llama 4": "its layers attend in chunks of fixed places, whose masks no kernel here has, and "
     "its experts scale the token before they compute.",
-    "Granite 4": "even its dense models are of the model type of hybrids, `granitemoehybrid`.",
-    "DeepSeek-V3": "latent attention; the choice of its experts is there (GLM-4.5 has it).",
+    "Granite 4": "its hybrids, whose layers are of Mamba 2; `granitemoehybrid` is read where all "
+    "layers have attention and there are no experts.",
+    "DeepSeek": "V2 with groups of experts, chosen by their best; the 8-bit weights in which V3 "
+    "and R1 are published: take a conversion to bfloat16; V3.2's sparse attention. No kernel of "
+    "the cache takes latents: decoding is plain XLA on TPUs and GPUs.",
     "pictures and sound": "of a model with a text part, that is read, of "
     + ", ".join(f"`{name}`" for name in MULTIMODAL)
     + "; the rest is not.",
     "longrope's long factors": "in transformers a whole row has them once it is longer than the "
     "original context, so that a token's keys depend on the tokens behind it. Here the short ones "
     "hold; a run whose rows may be longer warns before it starts.",
-    "layers that predict further tokens": "GLM-4.5's checkpoints have one; it is not read.",
+    "layers that predict further tokens": "checkpoints of GLM-4.5 and DeepSeek-V3 have one; it is "
+    "not read.",
     "gpt-oss": "no context parallelism; adapters for attention alone, as its experts are one "
     "parameter; on TPUs and GPUs its attention is plain XLA, as no kernel there takes its sinks. "
     "MXFP4 is read; exports are float32, without it.",

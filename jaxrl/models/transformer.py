@@ -480,6 +480,57 @@ def mixing(
     return mix
 
 
+def latent_attention(
+    config: TransformerConfig,
+    layer: Params,
+    y: jax.Array,
+    view: View,
+    attend: Attend,
+    spread: Callable[..., jax.Array],
+    *,
+    absorbed: bool,
+) -> jax.Array:
+    """Compute latent attention: [B, T, D] -> [B, T, D]. DeepSeek-V2, arXiv:2405.04434, 2.1.
+
+    Args:
+        spread: (array, logical axes behind batch and seq) -> the array, spread over devices.
+        absorbed: see `decoder_layer`.
+    """
+    n = config.latent
+    assert n is not None
+    of_vectors = dataclasses.replace(config, rms_norm_eps=n.norm_eps)
+
+    def vector(x: jax.Array, name: str) -> jax.Array:
+        return normalise(x, rounded(layer[name], x.dtype), of_vectors)
+
+    if n.query_rank is None:
+        q = project(y, layer["wq"])
+    else:
+        q = project(vector(project(y, layer["wq_down"]), "q_norm"), layer["wq_up"])
+    plain, turned = jnp.split(spread(q, "heads", None), [n.plain], axis=-1)
+    latent, key = jnp.split(project(y, layer["wkv_down"]), [n.rank], axis=-1)
+    latent, key = vector(latent, "kv_norm"), key[:, :, None]
+    turned, key = (rotate(x, view.cos, view.sin, config.rope_pairs) for x in (turned, key))
+
+    def ask(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
+
+    if absorbed:  # q (W c) = (q W) c, and the sum of p (W c) = W (the sum of p c)
+        for_keys, for_values = jnp.split(layer["wkv_up"], [n.plain], axis=-1)
+        asks = jnp.einsum("bthn,rhn->bthr", plain, for_keys)
+        both = jnp.concatenate([latent[:, :, None], key], axis=-1)
+        mean = ask(jnp.concatenate([asks, turned], axis=-1), both, both)[..., : n.rank]
+        out = jnp.einsum("bthr,rhv->bthv", mean, for_values)
+    else:
+        k, v = jnp.split(spread(project(latent, layer["wkv_up"]), "heads", None), [n.plain], -1)
+        k = jnp.concatenate([k, jnp.broadcast_to(key, (*k.shape[:-1], n.turned))], axis=-1)
+        wide = [(0, 0)] * 3 + [(0, config.head_dim - n.value_dim)]  # as keys: so kernels want it
+        out = ask(jnp.concatenate([plain, turned], axis=-1), k, jnp.pad(v, wide))
+        out = out[..., : n.value_dim]
+    out = checkpoint_name(out, ATTENTION)
+    return spread(project(out, layer["wo"], contract=2), None)
+
+
 def decoder_layer(
     config: TransformerConfig,
     layer: Params,
@@ -538,43 +589,9 @@ def decoder_layer(
         out = spread(project(out, layer["wo"], contract=2), None)
         return add_bias(out, layer["bo"]) if config.attention_output_bias else out
 
-    def latent_attention(y: jax.Array, n: Latent) -> jax.Array:
-        of_vectors = dataclasses.replace(config, rms_norm_eps=n.norm_eps)
-
-        def vector(y: jax.Array, name: str) -> jax.Array:
-            return normalise(y, rounded(layer[name], y.dtype), of_vectors)
-
-        asks = y
-        if n.query_rank is not None:
-            asks = vector(project(y, layer["wq_down"]), "q_norm")
-        q = spread(project(asks, layer["wq" if n.query_rank is None else "wq_up"]), "heads", None)
-        plain, turned = jnp.split(q, [n.plain], axis=-1)
-        latent, key = jnp.split(project(y, layer["wkv_down"]), [n.rank], axis=-1)
-        latent = vector(latent, "kv_norm")
-        turned, key = (
-            rotate(x, view.cos, view.sin, config.rope_pairs) for x in (turned, key[:, :, None])
-        )
-        if absorbed:
-            for_keys, for_values = jnp.split(layer["wkv_up"], [n.plain], axis=-1)
-            plain = jnp.einsum("bthn,rhn->bthr", plain, for_keys)
-            k = v = jnp.concatenate([latent[:, :, None], key], axis=-1)
-        else:
-            both = spread(project(latent, layer["wkv_up"]), "heads", None)
-            k, v = jnp.split(both, [n.plain], axis=-1)
-            key = jnp.broadcast_to(key, (*k.shape[:-1], n.turned))
-            k = jnp.concatenate([k, key], axis=-1)
-            # as wide as a key: so kernels want it
-            v = jnp.pad(v, ((0, 0),) * 3 + ((0, config.head_dim - n.value_dim),))
-        q = jnp.concatenate([plain, turned], axis=-1)
-        out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask)
-        if absorbed:
-            out = jnp.einsum("bthr,rhv->bthv", out[..., : n.rank], for_values)
-        out = checkpoint_name(out[..., : n.value_dim], ATTENTION)
-        return spread(project(out, layer["wo"], contract=2), None)
-
     def mixed(y: jax.Array) -> jax.Array:
         if config.latent is not None:
-            return latent_attention(y, config.latent)
+            return latent_attention(config, layer, y, view, attend, spread, absorbed=absorbed)
         if "delta_out" in layer:
             assert recurrence is not None
             return spread(gated_delta_net(config, layer, y, recurrence, spread, shards), None)
