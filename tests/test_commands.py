@@ -96,6 +96,7 @@ def test_what_needs_no_work_is_said_before_jax_is_imported(words, told):
     assert done.returncode == (2 if "error: " in said else 0)
 
 
+@pytest.mark.slow
 def test_what_the_environment_of_a_job_says_reaches_the_run():
     """`joined_main` reads it: a process of a job does not answer before it has joined."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}

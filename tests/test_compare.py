@@ -92,6 +92,7 @@ def compared(finished):
         yield trainer, batch, old, (before, (output, uids)), found
 
 
+@pytest.mark.slow
 def test_a_loss_is_like_itself_and_unlike_its_negative(compared):
     found = compared[-1]
     regular, _, negative, _ = found.choices

@@ -131,6 +131,7 @@ class SilentExp(BasePPOExp):
         return Silent(super().get_generator(*args, **kwargs))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused(tmp_path):
     with pytest.raises(ValueError, match="router_replay='forward' has no effect.*no experts"):
         train(small(tmp_path / "dense", **QUIET, **REPLAY))

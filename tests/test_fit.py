@@ -301,6 +301,7 @@ run()
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_script_is_one_line_and_its_caller_may_catch_it():
     argv = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(argv, check=False, capture_output=True, text=True, cwd=ROOT)

@@ -193,6 +193,7 @@ def cuts_of(loss, reduction, cuts=CUTS):
     return cuts
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_cut_changes_nothing(loss):
     algorithm = algorithm_of(loss)
@@ -216,6 +217,7 @@ def test_the_number_of_microbatches_does_not_change_the_width_that_a_scalar_loss
     assert_invariant(make_updater, algorithm_of("reinforce"), "token_mean", cuts, width=24)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("loss", ["regular", "gspo", "clip_cov", "centred"])
 def test_few_shapes_change_nothing(user_losses, loss):
     # packed: 16, 16, 15, 14 + 13, 14 + 13, 13 tokens in six rows of 27, of which four are a full

@@ -67,6 +67,7 @@ def test_a_checkpoint_with_other_memory_is_refused_and_left_as_it_is(kept, tmp_p
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_a_callback_that_remembers_too_late_is_told(tmp_path):
     settings = {CALLBACKS: [f"{PARTS}:RemembersWhileSaving"], "trainer.max_training_steps": 2}
     with pytest.raises(ValueError, match=r"on_save of RemembersWhileSaving calls remember: the ch"):
@@ -113,6 +114,7 @@ def test_a_curriculum_goes_on_where_it_was(tmp_path):
     assert {check.result for check in checks.values()} == {"passed", "unknown"}
 
 
+@pytest.mark.slow
 def test_microbatches_and_packing_change_no_gradient_of_a_run_that_keeps_something(kept, tmp_path):
     _, whole = kept
     settings = {"trainer.use_sample_packing": True, "trainer.max_training_steps": 1}

@@ -203,6 +203,7 @@ def test_controller_and_dynamic_sampling_resume_where_they_were(tmp_path):
     assert_bitwise_equal(again.state, whole.state)
 
 
+@pytest.mark.slow
 def test_resume_modes(finished, tmp_path, capsys):
     folder, whole = finished
     path = str(folder / "checkpoints" / "global_step_2")
@@ -284,6 +285,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(finished, tmp
     assert_bitwise_equal(again.state, whole.state)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_ends_the_run_and_the_next_one_goes_on(finished, tmp_path, monkeypatch):
     folder, whole = finished
     commit = AtomicRenameTemporaryPath.finalize

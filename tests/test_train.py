@@ -448,6 +448,7 @@ def breaks_later(log_probs, old_log_probs, advantages, config):
     return -log_probs * advantages * (1.0 if tried else jnp.nan), {}
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_does_not_end_well(tmp_path, capsys):
     changes = {
         "trainer.algorithm.policy_loss_type": "tests.test_train:breaks_later",

@@ -47,6 +47,7 @@ def command_line(config):
     return [f"--config={QUICKSTART}", *(f"--config.{k}={v}" for k, v in values.items())]
 
 
+@pytest.mark.slow
 def test_what_the_page_registers_is_found_on_workers(page):
     available = ray.get(page["available_on_a_worker"].remote())
     assert {"my_function", "simple_baseline", "direct_registration"} <= set(available)

@@ -40,6 +40,7 @@ def run(name, folder):
     return trainer, metric_lines(folder)
 
 
+@pytest.mark.slow
 def test_custom_policy_loss(tmp_path):
     _, (line,) = run("custom_policy_loss", tmp_path)
     assert line["policy/grad_norm"] > 0

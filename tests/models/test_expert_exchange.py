@@ -128,6 +128,7 @@ def on_one_device():
     return {load: run(load) for load in LOADS}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "sizes",
     [{"expert": 8}, {"expert": 4, "fsdp": 2}, {"expert": 2, "tensor": 2, "fsdp": 2}],
@@ -173,6 +174,7 @@ def test_the_compiler_sends_what_the_exchange_says(way, remat):
     assert collectives_of(way, remat) == 3 * expected
 
 
+@pytest.mark.slow
 def test_weights_under_adapters_have_no_gradient():
     """Only the adapters' own sums over rows are there: 8 x 12 and 4 x 16 numbers, not 16 x 12."""
     placement = Placement(make_mesh(expert=4, fsdp=2))

@@ -63,6 +63,7 @@ ATTENTIONS = {
 }
 
 
+@pytest.mark.some(10)
 @strategies
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("sizes", [{"context": 4}, {"context": 2, "tensor": 2, "data": 2}], ids=str)

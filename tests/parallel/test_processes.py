@@ -21,6 +21,7 @@ def test_two_processes():
         assert ended.out.endswith("all checked\n")
 
 
+@pytest.mark.slow
 def test_other_versions_are_refused():
     """Before a computation hangs or gives other bits, and with what differs."""
     for ended in run(["-m", "tests.parallel.job", "other_version"], 2, devices=2):

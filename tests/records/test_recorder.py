@@ -127,6 +127,7 @@ class WatchedExp(BasePPOExp):
         return [self.witness]
 
 
+@pytest.mark.slow
 def test_an_alarm_may_stop_a_run_which_goes_on_as_if_nothing_had_happened(
     finished, tmp_path, capsys
 ):

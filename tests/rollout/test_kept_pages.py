@@ -233,6 +233,7 @@ def without_time(output):
     return {**output, "rollout_metrics": metrics}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("pages", [None, 5], ids=["room", "tight"])
 @pytest.mark.parametrize("step_wise", [False, True])
 def test_delays_of_environments_change_no_bit(monkeypatch, step_wise, pages):

@@ -58,6 +58,7 @@ def test_loads_are_of_real_tokens_whatever_the_cut():
             np.testing.assert_allclose(x, whole[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_sees_the_whole_minibatch_has_them_too():
     batch = make_batch()
     whole = sums_of(batch, microbatch_rows=ROWS)

@@ -79,6 +79,7 @@ class AgedExp(BasePPOExp):
         return Aged(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_run_with_tokens_of_several_ages_compiles_nothing_anew(tmp_path):
     changes = {
         "trainer.algorithm.policy_loss_type": "decoupled_ppo",

@@ -71,6 +71,7 @@ def value_and_gradient(config, kernel, mask, real=REAL):
     return out, *grads
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("blocks", [1, 3, 4, 100])
 @pytest.mark.parametrize("config", [MODEL, GEMMA], ids=["plain", "gemma"])
 def test_blocks_of_queries_are_the_whole(monkeypatch, config, blocks):
@@ -123,6 +124,7 @@ def test_a_sink_is_a_key_of_its_score_whose_value_is_zero():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_blocks_chunks_and_devices_have_the_same_sinks(monkeypatch):
     monkeypatch.setattr(packed_attention, "CHUNK", 16)
     given = qkv()

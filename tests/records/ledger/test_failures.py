@@ -111,6 +111,7 @@ def run(folder, monkeypatch, *callbacks, **overrides):
     return main([f"--config={recipe}"])
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_is_full_stops_and_goes_on_when_it_is_not(
     finished, tmp_path, monkeypatch, capsys
 ):

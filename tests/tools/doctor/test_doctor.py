@@ -224,6 +224,7 @@ def test_stale_weights(examined):
     assert "engine holds other weights" in found["weights.update"].cause
 
 
+@pytest.mark.slow
 def test_keys_and_values_that_outlive_an_update(examined, monkeypatch):
     finding = examined[1]["sampler.in_flight"]
     assert finding.passed
@@ -312,6 +313,7 @@ def test_a_lossy_checkpoint(examined, tmp_path, checkpointer, arrays):
     assert "were not restored, and the next step differs" in found["checkpoint.step"].cause
 
 
+@pytest.mark.slow
 def test_a_shape_that_recompiles(examined):
     run = changed(examined[0])
     trainer = run.trainer
