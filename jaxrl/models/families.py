@@ -810,7 +810,7 @@ def _experts(family: Family, values: Mapping[str, Any]) -> Experts | None:
     if "n_shared_experts" in family.defaults:  # they are one, of their widths together
         fields["shared_width"] = values["n_shared_experts"] * fields["width"] or None
     count, chosen = fields["count"], fields["per_token"]
-    if not 1 <= chosen <= count:
+    if chosen is None or not 1 <= chosen <= count:
         names = family.experts["per_token"], family.experts["count"]
         raise _unsupported(names[0], chosen, f"1 to {names[1]}={count}")
     return Experts(**fields, **family.expert_features, dense_layers=dense)
