@@ -32,10 +32,11 @@ platform     kernel: packed_attention chunked (cudnn needs trainer.use_sample_pa
 `trainer.kernels` names another one of the platform's, `--config.trainer.kernels` on the command
 line takes a dict: `{"packed_attention": "chunked"}`. One that cannot run the model ends the run
 before it starts, with what it misses; so does one of an operation that no program of the run has:
-`grouped_product` as long as no model has experts, `paged_attention` where the engine is not
-jaxrl's. `trainer.flash_attn=False` asks for the reference of `packed_attention`, where
-`trainer.kernels` names nothing else. Reference and critic have a line on the card for each kernel
-in which they differ from the policy, as they may compute in another dtype.
+`grouped_product` as long as no model has experts, `delta_rule` as long as none has gated DeltaNet
+layers, `paged_attention` where the engine is not jaxrl's. `trainer.flash_attn=False` asks for the
+reference of `packed_attention`, where `trainer.kernels` names nothing else. Reference and critic
+have a line on the card for each kernel in which they differ from the policy, as they may compute in
+another dtype.
 
 On GPUs the package tokamax is worth installing: 0.0.17 or later, for Python 3.12 or newer; 0.0.12
 for Python 3.11, which is not for JAX 0.11.2 or newer.

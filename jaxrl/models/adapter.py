@@ -178,13 +178,14 @@ def forward_of_adapted(
     remat: str = "none",
     kernel: str = "xla",
     experts_kernel: str = "xla",
+    rule_kernel: str = "xla",
     exchange: str = "auto",
     context: str = "auto",
     placement: Placement | None = None,
 ) -> jax.Array:
     """Run the module; what it returns are logits already."""
     # the module's own attention; left to the partitioner
-    del kernel, experts_kernel, exchange, context, placement
+    del kernel, experts_kernel, rule_kernel, exchange, context, placement
     call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 

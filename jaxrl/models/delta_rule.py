@@ -4,7 +4,8 @@
 
 with decay a_t in (0, 1] and writing strength b_t in (0, 1). `chunked` computes a chunk of tokens at
 a time, in products of matrices, for training and prefill; `step` one token, for decoding. Both have
-a float32 state and give the same numbers but for rounding. Yang et al., Gated Delta Networks,
+a float32 state and give the same numbers but for rounding, as does the kernel for TPUs that stands
+in for `chunked` (kernels/delta_rule.py). Yang et al., Gated Delta Networks,
 https://arxiv.org/abs/2412.06464; the chunked form is that of section 3.3, with the decays within a
 chunk in full instead of as a quotient of two, which would overflow.
 
@@ -132,16 +133,21 @@ def inverse_of_unit_lower(below: jax.Array) -> jax.Array:
     substitution goes row by row.
     """
     size = below.shape[-1]
-    index = jnp.arange(size)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    i, j = _places(size)
+    inverse = jnp.broadcast_to(jnp.where(i == j, 1, 0).astype(below.dtype), below.shape)
     half = 1
     while half < size:
-        block, side = index // (2 * half), index // half
-        corner = (block[:, None] == block) & (side[:, None] > side)
+        same = jax.lax.div(i, 2 * half) == jax.lax.div(j, 2 * half)
+        corner = same & (jax.lax.div(i, half) > jax.lax.div(j, half))
         between = jnp.where(corner, below, 0)
         inverse = inverse - _einsum("...ij,...jk,...kl->...il", inverse, between, inverse)
         half *= 2
     return inverse
+
+
+def _places(size: int) -> list[jax.Array]:
+    """Return the row and the column of each number of a matrix; kernels have no iota of one dim."""
+    return [jax.lax.broadcasted_iota(jnp.int32, (size, size), dim) for dim in range(2)]
 
 
 def _inverse_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,8 +156,9 @@ def _inverse_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _inverse_backward(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    i, j = _places(inverse.shape[-1])
     whole = -_einsum("...ji,...jk,...lk->...il", inverse, g, inverse)
-    return (jnp.tril(whole, -1),)
+    return (jnp.where(i > j, whole, 0),)
 
 
 inverse_of_unit_lower.defvjp(_inverse_forward, _inverse_backward)

@@ -15,8 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.architecture import TransformerConfig
-from jaxrl.models.delta_rule import chunked, convolve, unit_length
+from jaxrl.models.delta_rule import convolve, unit_length
+from jaxrl.models.kernels.choice import REFERENCE
+from jaxrl.models.kernels.delta_rule import delta_rule
 from jaxrl.models.linear import LoraWeight, Weight, add_bias, project, rounded
+from jaxrl.parallel.rules import Placement
 
 Layer = dict[str, Any]
 Spread = Callable[..., jax.Array]
@@ -35,8 +38,15 @@ class Recurrence(NamedTuple):
     recur: Callable[..., jax.Array]
 
 
-def packed_recurrence(segment_ids: jax.Array) -> Recurrence:
-    """Return how packed rows [B, T] are gone through in training."""
+def packed_recurrence(
+    segment_ids: jax.Array, kernel: str = REFERENCE, placement: Placement | None = None
+) -> Recurrence:
+    """Return how packed rows [B, T] are gone through in training.
+
+    Args:
+        kernel: of `DELTA_RULE`.
+        placement: see `delta_rule`.
+    """
 
     def convolve_all(
         inputs: Sequence[jax.Array], kernels: Sequence[jax.Array]
@@ -46,7 +56,8 @@ def packed_recurrence(segment_ids: jax.Array) -> Recurrence:
     def recur(
         q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, strength: jax.Array
     ) -> jax.Array:
-        return chunked(q, k, v, log_decay, strength, segment_ids)[0]
+        given = q, k, v, log_decay, strength, segment_ids
+        return delta_rule(*given, kernel=kernel, placement=placement)
 
     return Recurrence(convolve_all, recur)
 

@@ -663,6 +663,7 @@ def forward(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    rule_kernel: str = REFERENCE,
     exchange: str = "auto",
     context: str = "auto",
     placement: Placement | None = None,
@@ -675,14 +676,15 @@ def forward(
         remat: what each layer keeps for the backward pass, see `remat.py`.
         kernel: of the attention, of `PACKED_ATTENTION`.
         experts_kernel: of `GROUPED_PRODUCT`.
+        rule_kernel: of `DELTA_RULE`.
         exchange: how tokens travel to experts on other devices, see `exchange_of`.
         context: how rows that are spread over devices attend, of `context_attention`.
         placement: where rows, places, heads, experts and MLP width are spread, and parameters
             gathered from.
     """
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
-    settings |= {"experts_kernel": experts_kernel, "exchange": exchange}
-    settings |= {"context": context, "placement": placement}
+    settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
+    settings |= {"exchange": exchange, "context": context, "placement": placement}
     return routed_forward(config, params, tokens, positions, segment_ids, **settings)[0]
 
 
@@ -699,6 +701,7 @@ def routed_forward(
     experts_kernel: str,
     context: str,
     placement: Placement | None,
+    rule_kernel: str = REFERENCE,
     exchange: str = "auto",
     replay: jax.Array | None = None,
     observe: Callable[[Routing], Any] = lambda routing: (),
@@ -729,7 +732,7 @@ def routed_forward(
     view = layer_views(config, mask, positions, positions)
     attend = functools.partial(attend, config)
 
-    recurrence = packed_recurrence(segment_ids)
+    recurrence = packed_recurrence(segment_ids, rule_kernel, placement)
 
     def body(
         kind: str, x: jax.Array, layer: tuple[Params, LayerFlags, jax.Array | None]

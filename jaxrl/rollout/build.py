@@ -13,6 +13,7 @@ from jaxrl.files import writable_folder
 from jaxrl.models import hf
 from jaxrl.models.export import save_pretrained, untied
 from jaxrl.models.kernels.choice import Choice, facts_of
+from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import PAGED_ATTENTION
 from jaxrl.models.linear import merge
@@ -136,6 +137,7 @@ def engine_of_run(
         group_bytes=cfg.group_bytes(config),
         kernel=engine_kernel(config, model, mesh.devices.flat[0]).name,
         experts_kernel=config.trainer.kernels.get(GROUPED_PRODUCT.name),
+        rule_kernel=config.trainer.kernels.get(DELTA_RULE.name),
         keep_routes=replay != "off",
         **options,
     )

@@ -19,7 +19,8 @@ from jaxrl.config.microbatching import (
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of
 from jaxrl.models.experts import EXPERT
-from jaxrl.models.kernels.choice import REFERENCE, Choice, facts_of
+from jaxrl.models.kernels.choice import REFERENCE, Choice, Operation, facts_of
+from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
 from jaxrl.models.kernels.packed_attention import PACKED_ATTENTION
@@ -199,12 +200,16 @@ def attention_kernel(
     return PACKED_ATTENTION.choose(facts_of(device, DTYPES[dtype], model, packed), named)
 
 
-def experts_kernel(
-    trainer: cfg.TrainerConfig, model: TransformerConfig, device: Any, role: str = "policy"
+def kernel_of_some(
+    operation: Operation,
+    trainer: cfg.TrainerConfig,
+    model: TransformerConfig,
+    device: Any,
+    role: str,
 ) -> Choice:
-    """Choose the kernel of a role's products with experts, see `attention_kernel`."""
+    """Choose a role's kernel of what only some models do, see `attention_kernel`."""
     facts = facts_of(device, DTYPES[cfg.compute_dtype(trainer, role)], model)
-    return GROUPED_PRODUCT.choose(facts, trainer.kernels.get(GROUPED_PRODUCT.name))
+    return operation.choose(facts, trainer.kernels.get(operation.name))
 
 
 def head_kernel(
@@ -220,7 +225,7 @@ def head_kernel(
 def role_kernels(
     config: cfg.TrainConfig, model: TransformerConfig | AdaptedModel, device: Any, role: str
 ) -> list[Choice]:
-    """Choose the kernels of a role's training and scoring: attention, experts, head.
+    """Choose the kernels of a role's training and scoring, of what its model does.
 
     Raises:
         ValueError: `trainer.kernels` names one that cannot run the model.
@@ -234,15 +239,15 @@ def role_kernels(
             )
         return []
     kernels = [attention_kernel(trainer, model, device, role)]
-    if (
-        role == "policy"
-        and model.experts is None
-        and (named := trainer.kernels.get(GROUPED_PRODUCT.name))
+    for operation, has, parts in (
+        (GROUPED_PRODUCT, model.experts is not None, "experts"),
+        (DELTA_RULE, model.delta_net is not None, "gated DeltaNet layers"),
     ):
-        field = f"trainer.kernels[{GROUPED_PRODUCT.name!r}]={named!r}"
-        raise ValueError(f"{field} has no effect: the model has no experts; leave it out")
-    if model.experts is not None:
-        kernels.append(experts_kernel(trainer, model, device, role))
+        if has:
+            kernels.append(kernel_of_some(operation, trainer, model, device, role))
+        elif role == "policy" and (named := trainer.kernels.get(operation.name)):
+            field = f"trainer.kernels[{operation.name!r}]={named!r}"
+            raise ValueError(f"{field} has no effect: the model has no {parts}; leave it out")
     if model.value_head is None:  # else a sum, and no log-probs
         kernels.append(head_kernel(config, model, device, role))
     return kernels
@@ -278,6 +283,7 @@ def make_forward_pass(
         remat=trainer.remat_policy if trainer.gradient_checkpointing else "none",
         kernel=names.get(PACKED_ATTENTION.name, REFERENCE),
         experts_kernel=names.get(GROUPED_PRODUCT.name, REFERENCE),
+        rule_kernel=names.get(DELTA_RULE.name, REFERENCE),
         exchange=trainer.expert_exchange,
         context=attends,
         placement=placement if mesh.size > 1 else None,

@@ -57,6 +57,7 @@ def log_probs_and_entropy(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    rule_kernel: str = REFERENCE,
     exchange: str = "auto",
     context: str = "auto",
     head_kernel: str = REFERENCE,
@@ -74,6 +75,7 @@ def log_probs_and_entropy(
         remat: what layers keep for the backward pass, see `models/remat.py`.
         kernel: of the attention, see `models/kernels/packed_attention.py`.
         experts_kernel: of the products with experts, see `GROUPED_PRODUCT`.
+        rule_kernel: of linear attention, see `DELTA_RULE`.
         exchange: how tokens travel to experts on other devices, see `exchange_of`.
         context: how rows that are spread over devices attend, see `context_attention`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
@@ -93,8 +95,8 @@ def log_probs_and_entropy(
     params = with_dropout(params, rows.keys)
     given = params, rows.tokens, rows.positions, rows.segment_ids
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
-    settings |= {"experts_kernel": experts_kernel, "exchange": exchange}
-    settings |= {"context": context, "placement": placement}
+    settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
+    settings |= {"exchange": exchange, "context": context, "placement": placement}
     terms: tuple[FloatBT, ...] = ()
     found_loads = None
     if routers or loads or rows.routes is not None:
@@ -133,6 +135,7 @@ def state_values(
     remat: str = "none",
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    rule_kernel: str = REFERENCE,
     exchange: str = "auto",
     context: str = "auto",
     placement: Placement | None = None,
@@ -155,6 +158,7 @@ def state_values(
         remat=remat,
         kernel=kernel,
         experts_kernel=experts_kernel,
+        rule_kernel=rule_kernel,
         exchange=exchange,
         context=context,
         placement=placement,

@@ -15,6 +15,7 @@ from benchmarks import (
     collectives,
     compiled,
     decode,
+    delta_rule,
     engine_host,
     environment_workers,
     experts,
@@ -396,3 +397,8 @@ def test_attention_of_long_rows_has_no_square():
     # [1, 2, 64, 64] of plain scores has the row's length twice
     scores = "f32[1,2,64,64]{3,2,1,0} dot(f32[1,2,64,8]{3,2,1,0} q, f32[1,2,8,64]{3,2,1,0} k)"
     assert long_context.squares(scores, 64, 1) == 2 * 64 * 64
+
+
+def test_decays_of_all_chunks_are_found():
+    assert delta_rule.squares("f32[8,128,128] a, f32[64,64] b, f32[128,16,64,64] c") == 128 * 2**18
+    assert delta_rule.squares("f32[8,128,128] a, f32[64,128] b") == 0

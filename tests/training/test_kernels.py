@@ -10,7 +10,7 @@ from jaxrl import config as cfg, train
 from jaxrl.config.backend import MixedPrecisionConfig
 from jaxrl.config.placement import check_mesh, device_ranges
 from jaxrl.models import adapt_linen
-from jaxrl.models.architecture import Experts
+from jaxrl.models.architecture import DeltaNet, Experts
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import Placement, ShardingRules, make_mesh
 from jaxrl.rollout.build_jetstream import jetstream_engine
@@ -90,6 +90,22 @@ def test_the_card_names_what_reference_and_critic_have_of_their_own():
     assert other.startswith("kernel of the reference: packed_attention chunked (cudnn needs")
     config.trainer.algorithm.use_kl_loss = False
     assert train._kernels(trainer, make_mesh()) == lines[:3]
+
+
+def test_linear_attention_has_a_kernel_where_a_model_has_some():
+    net = DeltaNet(key_heads=2, value_heads=4, key_dim=128, value_dim=128, window=4)
+    model = dataclasses.replace(MODEL, num_layers=2, mixers=("delta", "attention"), delta_net=net)
+    tpu = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    config = config_of(trainer__bf16=True)
+    assert said(role_kernels(config, model, tpu, "policy"))[1:] == [
+        "delta_rule pallas",
+        "head_log_probs tiles (pallas needs a hidden_size that 128 divides, not 64)",
+    ]
+    assert said(role_kernels(config, model, HOPPER, "policy"))[1] == "delta_rule xla"
+    config.trainer.kernels = {"delta_rule": "xla"}
+    assert said(role_kernels(config, model, tpu, "policy"))[1] == "delta_rule xla (trainer.kernels)"
+    with pytest.raises(ValueError, match="has no effect: the model has no gated DeltaNet layers"):
+        role_kernels(config, MODEL, tpu, "policy")
 
 
 def test_a_flax_module_takes_no_kernel():

@@ -247,6 +247,7 @@ def decode(
     placement: Placement | None = None,
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
+    rule_kernel: str = REFERENCE,
 ) -> tuple[Cache, Rows, Block]:
     """Prefill chunks of prompts, and draw up to `steps` tokens for every row, step by step.
 
@@ -254,7 +255,8 @@ def decode(
     of the next block.
 
     Args:
-        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`.
+        kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
+            `DELTA_RULE`.
     """
     size, features = len(rows.live), rows.features
     alternatives = (size, steps, min(features.alternatives, config.vocab_size))
@@ -276,7 +278,8 @@ def decode(
             sampling_mask_ids=jnp.full((size, steps, features.sampling_mask_size), -1),
         ),
     )
-    settings = {"placement": placement, "kernel": kernel, "experts_kernel": experts_kernel}
+    settings: dict[str, Any] = {"placement": placement, "kernel": kernel}
+    settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
     layers = functools.partial(run_layers, config, params, **settings)
 
     def prefill(chunk: Array, cache: Cache) -> Cache:
@@ -337,6 +340,7 @@ def run_layers(
     placement: Placement | None,
     kernel: str,
     experts_kernel: str,
+    rule_kernel: str = REFERENCE,
 ) -> tuple[Array, Cache]:
     """Return the hidden states [B, T, D] of tokens, and the cache with what is to be kept of them.
 
@@ -374,7 +378,8 @@ def run_layers(
         if mixer != SOFTMAX:
             assert places is not None
             note = functools.partial(states.__setitem__, kept)
-            recurrence = kept_recurrence(states[kept], places, first, count, placement, note)
+            of_rows = places, first, count
+            recurrence = kept_recurrence(states[kept], *of_rows, placement, note, rule_kernel)
             kept += 1
         of_layer = view(LayerFlags(*flags))
         parts = placement, mix, recurrence

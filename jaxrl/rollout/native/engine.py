@@ -95,8 +95,8 @@ class NativeEngine(SampleThread):
             comes free is filled a block later; the tokens are the same. None = but on CPUs.
         decode_text: token ids to text, for stop strings.
         group_bytes: most bytes of new weights that are on their way from other devices at a time.
-        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
-            can.
+        kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
+            `DELTA_RULE`; None = the fastest that can.
         platform: see `Programs`.
         programs: makes the device side.
         keep_routes: completions tell the experts of every token that was computed, of the prompt
@@ -129,6 +129,7 @@ class NativeEngine(SampleThread):
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
         experts_kernel: str | None = None,
+        rule_kernel: str | None = None,
         platform: str | None = None,
         keep_routes: bool = False,
         programs: Callable[..., Programs] = Programs,
@@ -172,6 +173,7 @@ class NativeEngine(SampleThread):
             group_bytes=group_bytes,
             kernel=kernel,
             experts_kernel=experts_kernel,
+            rule_kernel=rule_kernel,
             platform=platform,
             keep_routes=keep_routes,
         )

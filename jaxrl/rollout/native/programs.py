@@ -20,6 +20,7 @@ from jaxrl import activity
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.architecture import by_kind, keeps_states, layer_stacks, routes_shape
 from jaxrl.models.kernels.choice import facts_of
+from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
 from jaxrl.models.transformer import (
@@ -178,6 +179,13 @@ def experts_kernel_of(
 ) -> str:
     """Return the name of what the engine multiplies experts by, of `GROUPED_PRODUCT`."""
     return GROUPED_PRODUCT.choose(facts_of(mesh.devices.flat[0], dtype, config), named).name
+
+
+def rule_kernel_of(
+    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
+) -> str:
+    """Return the name of what the engine prefills linear attention by, of `DELTA_RULE`."""
+    return DELTA_RULE.choose(facts_of(mesh.devices.flat[0], dtype, config), named).name
 
 
 def _empty(
@@ -355,8 +363,8 @@ class Programs:
         shrink: blocks may run over fewer rows than slots; None = on one CPU device. On accelerators
             a block takes as long. With True the last bits depend on how many rows are live.
         group_bytes: most bytes that are on their way from other devices at a time.
-        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
-            can.
+        kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
+            `DELTA_RULE`; None = the fastest that can.
         keep_routes: keep the experts of each position, for `read_routes`.
 
     Attributes:
@@ -381,6 +389,7 @@ class Programs:
         group_bytes: int = GROUP_BYTES,
         kernel: str | None = None,
         experts_kernel: str | None = None,
+        rule_kernel: str | None = None,
         platform: str | None = None,
         keep_routes: bool = False,
     ) -> None:
@@ -412,6 +421,7 @@ class Programs:
             self.dtype,
             kernel,
             experts_kernel,
+            rule_kernel,
             page=self.shape.page,
             keep_routes=keep_routes,
         )
@@ -760,6 +770,7 @@ def compiled(
     dtype: jnp.dtype,
     kernel: str | None = None,
     experts_kernel: str | None = None,
+    rule_kernel: str | None = None,
     *,
     page: int = Shape().page,
     keep_routes: bool = False,
@@ -767,8 +778,8 @@ def compiled(
     """Return the functions of `decode.py`, jitted with the shardings of their results.
 
     Args:
-        kernel, experts_kernel: of `PAGED_ATTENTION` and `GROUPED_PRODUCT`; None = the fastest that
-            can.
+        kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
+            `DELTA_RULE`; None = the fastest that can.
         page: positions of a page.
         keep_routes: see `Programs`.
     """
@@ -776,6 +787,7 @@ def compiled(
     kernels = {
         "kernel": kernel_of(config, placement.mesh, dtype, kernel),
         "experts_kernel": experts_kernel_of(config, placement.mesh, dtype, experts_kernel),
+        "rule_kernel": rule_kernel_of(config, placement.mesh, dtype, rule_kernel),
     }
     shards, whole = shards_of(placement), placement.sharding((), ())
     split = shards > 1 or placement.size(placement.rules.experts) > 1

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl.models.architecture import CONVOLUTION, DELTA, TransformerConfig, layer_mixers
-from jaxrl.models.delta_rule import chunked, convolve, step
+from jaxrl.models.delta_rule import convolve, step
+from jaxrl.models.kernels.choice import REFERENCE
+from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.recurrence import Recurrence
 from jaxrl.parallel.rules import MeshAxes, Placement
 from jaxrl.types import Array
@@ -77,6 +79,7 @@ def kept_recurrence(
     count: Array,
     placement: Placement | None,
     note: Callable[[States], None],
+    kernel: str = REFERENCE,
 ) -> Recurrence:
     """Return how a layer goes through neighbouring tokens of rows, from what it has kept of them.
 
@@ -89,6 +92,7 @@ def kept_recurrence(
         count: [B] of its tokens that are real.
         placement: the mesh that rows and heads are split over; None = one device.
         note: is given the layer's states as they are afterwards.
+        kernel: of `DELTA_RULE`, for rows of more than one token.
     """
     of_all = places, first, count
     split = functools.partial(_by_device, of_all=of_all, placement=placement)
@@ -105,7 +109,8 @@ def kept_recurrence(
 
     def recur(*inputs: Array) -> Array:
         nonlocal kept
-        run = split(_recur, (token,) * len(inputs), (), states.memory, outputs=token)
+        rule = functools.partial(_recur, kernel)
+        run = split(rule, (token,) * len(inputs), (), states.memory, outputs=token)
         out, memory = run(inputs, (), kept.memory, *of_all)
         kept = kept._replace(memory=memory)
         note(kept)
@@ -221,6 +226,7 @@ def _convolve(
 
 
 def _recur(
+    kernel: str,
     inputs: tuple[Array, ...],
     _: tuple[()],
     memory: Array,
@@ -237,7 +243,8 @@ def _recur(
         real = (jnp.arange(q.shape[1]) < count[:, None])[..., None]
         log_decay, strength = jnp.where(real, log_decay, 0), jnp.where(real, strength, 0)
         ids = jnp.ones(q.shape[:2], jnp.int32)
-        return chunked(q, k, v, log_decay, strength, ids, memory)
+        run = DELTA_RULE.implementations[kernel].run
+        return run(q, k, v, log_decay, strength, ids, memory)
 
     return _in_order(one, inputs, memory, places, first, count)
 

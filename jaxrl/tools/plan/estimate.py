@@ -17,6 +17,7 @@ from jaxrl.models.architecture import (
 )
 from jaxrl.models.delta_rule import CHUNK
 from jaxrl.models.expert_exchange import GATHER, Exchange, exchange_of
+from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.context_attention import keys_received
 from jaxrl.models.kernels.head_log_probs import XLA_IDS, block_tokens
 from jaxrl.parallel.rules import batch_devices
@@ -69,17 +70,11 @@ def _intermediates(part: Part, rows: int, length: int, exchange: str) -> dict[st
         mlp = found.devices * found.places / (rows * length) * routed
         mlp += 3 * (e.shared_width or 0) / tensor
     qkv = (model.num_heads * (1 + model.output_gate) + 2 * model.num_kv_heads) * heads
-    rule = 0.0
     if (net := model.delta_net) is not None:
         values = net.value_heads * net.value_dim
         qkv = max(qkv, (net.channels + values) / tensor)
-        # float32 in chunks: decays, products with them and their inverse; keys and queries by head
-        of_head = 5 * CHUNK + 4 * net.key_dim + 3 * net.value_dim
-        rule = rows * length * net.value_heads / tensor * of_head * 4
-        # and a state behind each chunk
-        rule += rows * length / CHUNK * net.value_heads / tensor * net.key_dim * net.value_dim * 4
     return {
-        "rule": rule,
+        "rule": rows * length * _rule(part) / tensor,
         "input": tokens * model.hidden_size,
         "norms": 3 * tokens * model.hidden_size,
         "qkv": tokens * qkv,
@@ -87,6 +82,20 @@ def _intermediates(part: Part, rows: int, length: int, exchange: str) -> dict[st
         "mlp": tokens * mlp,
         "scores": 0.0,
     }
+
+
+def _rule(part: Part) -> float:
+    """Return the bytes that the delta rule has of a token, in float32."""
+    net = part.model.delta_net
+    if net is None:
+        return 0.0
+    if part.rule_kernel == REFERENCE:
+        # in chunks: decays, products with them and their inverse; keys and queries by value head
+        of_head = 5 * CHUNK + 4 * net.key_dim + 3 * net.value_dim
+    else:  # what the kernel reads and writes, as it wants it
+        of_head = 2 * net.key_dim * net.key_heads / net.value_heads + 2 * net.value_dim
+    of_head += net.key_dim * net.value_dim / CHUNK  # a state for each chunk
+    return net.value_heads * of_head * 4
 
 
 def _exchange(part: Part, tokens: int, named: str) -> Exchange:

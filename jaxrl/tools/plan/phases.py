@@ -12,6 +12,7 @@ from jaxrl.array_ops import DTYPES
 from jaxrl.data.microbatches import MAX_PER_ROW, Microbatching
 from jaxrl.models.architecture import attention_flops, layer_params, state_flops
 from jaxrl.models.kernels.choice import REFERENCE
+from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.head_log_probs import block_tokens
 from jaxrl.models.kernels.paged_attention import BLOCK_POSITIONS
 from jaxrl.models.placement import placed_params
@@ -20,7 +21,7 @@ from jaxrl.parallel import Placement
 from jaxrl.parallel.compilation import Call
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.rollout.native.engine import NativeEngine
-from jaxrl.rollout.native.programs import Programs
+from jaxrl.rollout.native.programs import Programs, rule_kernel_of
 from jaxrl.tools.plan.hlo import ONCE, Inner
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.work import (
@@ -30,7 +31,7 @@ from jaxrl.tools.plan.work import (
     gradient_work,
     head_flops,
 )
-from jaxrl.training.build import head_kernel
+from jaxrl.training.build import head_kernel, kernel_of_some
 from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns, shared_axes
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes
@@ -56,6 +57,7 @@ class Part(NamedTuple):
     names: tuple[str, ...]
     at: frozenset[Any] | None = None
     head_kernel: str = REFERENCE  # of `HEAD_LOG_PROBS`
+    rule_kernel: str = REFERENCE  # of `DELTA_RULE`
 
     @property
     def devices(self) -> frozenset[Any]:
@@ -149,7 +151,7 @@ def phases(
         weights = critic.weights
         names = ("critic", "critic base") if weights.lora else ("critic",)
         assert isinstance(weights.model, TransformerConfig)  # from a folder
-        values = Part(weights.model, weights.placement, _dtype(run, "critic"), names)
+        values = _trained(run, "critic", weights.model, weights.placement, names)
         params, size = run.critic_params, trainer.critic_mini_batch_size
         found.append(_forward(run, "values", critic.forward_pass, params, values, shorter))
         state = critic.abstract_state
@@ -161,9 +163,13 @@ def phases(
 def _trained(
     run: Run, role: str, model: TransformerConfig, placement: Placement, names: tuple[str, ...]
 ) -> Part:
-    """Return a model that scores tokens, with the kernel of its head."""
-    kernel = head_kernel(run.config, model, placement.mesh.devices.flat[0], role).name
-    return Part(model, placement, _dtype(run, role), names, head_kernel=kernel)
+    """Return a model that scores tokens, with the kernels of its head and of linear attention."""
+    device, part = placement.mesh.devices.flat[0], Part(model, placement, _dtype(run, role), names)
+    rule = kernel_of_some(DELTA_RULE, run.config.trainer, model, device, role).name
+    if model.value_head is not None:
+        return part._replace(rule_kernel=rule)
+    head = head_kernel(run.config, model, device, role).name
+    return part._replace(head_kernel=head, rule_kernel=rule)
 
 
 def _dtype(run: Run, role: str) -> jnp.dtype:
@@ -269,6 +275,9 @@ def _sampling(run: Run, engine: NativeEngine, policy: Part, shorter: float) -> I
     loads = len(programs.functions.loads(params, programs.group_bytes))
     at = None if run.machine.first_hosts is None else run.engine_devices
     part = Part(run.model, programs.placement, programs.dtype, ("engine weights", "KV cache"), at)
+    named = run.config.trainer.kernels.get(DELTA_RULE.name)
+    rule = rule_kernel_of(run.model, programs.placement.mesh, programs.dtype, named)
+    part = part._replace(rule_kernel=rule)
     here = policy.names if run.machine.hosts == 1 and part.devices & policy.devices else ()
     yield Phase(
         "load weights",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl.models import TransformerConfig
+from jaxrl.models.architecture import DeltaNet
 from jaxrl.parallel import Placement, make_mesh
 from jaxrl.tools.plan import estimate, phases
 from jaxrl.tools.plan.costs import Limits, Memory, seconds
@@ -100,3 +101,19 @@ def test_trips_of_a_head_whose_vocabulary_is_shared(vocabulary, trips):
     placement = Placement(make_mesh(fsdp=8))
     part = Part(model, placement, jnp.dtype(jnp.bfloat16), ("parameters",), head_kernel="pallas")
     assert phases._chunks(part, rows=32, length=1025, wanted=1024) == trips
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bytes_of_token"),
+    [
+        # 32 heads of 5 x 64 of chunks, 7 x 128 of keys, queries, values, 128 x 128 / 64 of states
+        ("xla", 4 * 32 * (320 + 896 + 256)),
+        # 2 x 128 of q and k for every two heads, 2 x 128 of v and the outputs, and the states:
+        # 640 MiB of 8,192 tokens; compiled, 706
+        ("pallas", 4 * 32 * (128 + 256 + 256)),
+    ],
+)
+def test_the_kernel_of_the_delta_rule_has_no_products_of_chunks(kernel, bytes_of_token):
+    net = DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, window=4)
+    part = SimpleNamespace(model=SimpleNamespace(delta_net=net), rule_kernel=kernel)
+    assert estimate._rule(part) == bytes_of_token
