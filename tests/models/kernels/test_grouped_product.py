@@ -25,7 +25,15 @@ INTERPRETED = differentiable(
     functools.partial(kernels.megablox_rows, interpret=True),
     functools.partial(kernels.megablox_outer, interpret=True),
 )
-RUNS = {"xla": grouped_product, "megablox": INTERPRETED}
+# of the GPU's what runs here: its gradient by the matrices, a few visits at a time
+BATCHED = differentiable(kernels.tile_rows, kernels.batched_outer)
+RUNS = {"xla": grouped_product, "megablox": INTERPRETED, "batched": BATCHED}
+
+
+@pytest.fixture(autouse=True)
+def few_visits(monkeypatch):
+    monkeypatch.setattr(kernels, "WIDE_TILE", 64)
+    monkeypatch.setattr(kernels, "AT_ONCE", 3 * INNER * OUTER)
 
 
 def inputs(sizes, dtype):
