@@ -101,38 +101,27 @@ def outputs(cell):
     return [kind for x in cell.outputs if "data" in x for kind in x.data]
 
 
-def executed(name, folder, instead):
-    """The cells of a notebook that ran, by id; of some cells words are others: id, old, new."""
+def executed(name, folder, **instead):
+    """The cells of a notebook that ran, by id; the words of some of them are others."""
     notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", 4)
-    by_id = {cell.id: cell for cell in notebook.cells}
-    for cell, old, new in instead:
-        assert old in by_id[cell].source
-        by_id[cell].source = by_id[cell].source.replace(old, new)
+    for cell in notebook.cells:
+        old, new = instead.get(cell.id, ("", ""))
+        assert old in cell.source
+        cell.source = cell.source.replace(old, new) if old else cell.source
     return {cell.id: cell for cell in run_notebook(notebook, folder).cells}
 
 
-# The whole notebooks, and in .ci/run as they are but for the number of steps.
-LENGTHS = pytest.mark.parametrize("whole", [False, True], ids=["short", "whole"])
-
-
 @pytest.mark.slow
-@LENGTHS
-def test_the_quickstart(tmp_path, whole):
-    fewer = [
-        ("config", "max_training_steps = 80", "max_training_steps = 20"),
-        ("config", "trainer.print_example_interval = 40", "trainer.print_example_interval = 10"),
-        ("resume", "120", "40"),
-        ("own", "max_training_steps=60", "max_training_steps=10"),
-    ]
-    by_id = executed("quickstart", tmp_path, [] if whole else fewer)
+def test_the_quickstart(tmp_path):
+    by_id = executed("quickstart", tmp_path)
     (run,) = (tmp_path / "runs").glob("notebook_*")
     learned = rewards(run)
-    assert len(learned) == (120 if whole else 40)
+    assert len(learned) == 120
     assert sum(learned[:5]) / 5 < 0.1
-    assert sum(learned[-5:]) / 5 > (0.8 if whole else 0.2)
+    assert sum(learned[-5:]) / 5 > 0.8
     (own,) = (tmp_path / "runs").glob("fit-*")
-    assert len(rewards(own)) == (60 if whole else 10)
-    assert f"resuming after step {80 if whole else 20}" in streams(by_id["resume"])["stdout"]
+    assert len(rewards(own)) == 60
+    assert "resuming after step 80" in streams(by_id["resume"])["stdout"]
     assert "Did you mean 'max_training_steps'" in streams(by_id["config"])["stdout"]
     assert len(streams(by_id["answers"])["stdout"].splitlines()) == 8
     assert (run / "report.html").stat().st_size > 100_000
@@ -147,16 +136,14 @@ def test_the_quickstart(tmp_path, whole):
 
 
 @pytest.mark.slow
-@LENGTHS
-def test_write_your_own_loss(tmp_path, whole):
-    fewer = [("runs", "trainer.ckpt_interval = 60, 30", "trainer.ckpt_interval = 30, 30")]
-    by_id = executed("write_your_own_loss", tmp_path, [] if whole else fewer)
+def test_write_your_own_loss(tmp_path):
+    by_id = executed("write_your_own_loss", tmp_path)
     assert streams(by_id["test"])["stdout"] == "as worked out\n"
     (runs,) = (tmp_path / "runs").iterdir()
     for name in ("regular", "soft_clip"):
         learned = rewards(runs / name)
         assert sum(learned[:5]) / 5 < 0.1
-        assert sum(learned[-5:]) / 5 > (0.5 if whole else 0.15)
+        assert sum(learned[-5:]) / 5 > 0.5
     assert outputs(by_id["curves"]).count("image/png") == 1
     assert "text/html" in outputs(by_id["curves"])
     table = streams(by_id["compare"])["stdout"]
@@ -164,31 +151,25 @@ def test_write_your_own_loss(tmp_path, whole):
 
 
 @pytest.mark.slow
-@LENGTHS
-def test_tool_use(tmp_path, whole):
-    fewer = [("reward", "max_training_steps = 40", "max_training_steps = 20")]
-    by_id = executed("tool_use", tmp_path, [] if whole else fewer)
+def test_tool_use(tmp_path):
+    by_id = executed("tool_use", tmp_path)
     said = streams(by_id["environment"])["stdout"].splitlines()
     assert "told ['<result>888</result>']" in said[0]
     assert "reward 1.0, done True" in said[2]
     (runs,) = (tmp_path / "runs").iterdir()
     learned = rewards(runs / "reward")
-    assert len(learned) == (40 if whole else 20)
-    assert sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + (0.15 if whole else 0.05)
+    assert len(learned) == 40
+    assert sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + 0.15
     assert "image/png" in outputs(by_id["calls"])
     assert "text/html" in outputs(by_id["last"])
 
 
 @pytest.mark.slow
-@LENGTHS
-def test_prove(tmp_path, whole):
-    small = [("prove", "--quick", "--small")]  # that is a quarter of an hour
-    fewer = [("train", "max_training_steps=80", "max_training_steps=40")]
-    by_id = executed("prove", tmp_path, small if whole else small + fewer)
+def test_prove(tmp_path):
+    by_id = executed("prove", tmp_path, prove=("--quick", "--small"))  # a quarter of an hour
     (run,) = (tmp_path / "runs").glob("notebook_*")
     learned = rewards(run)
-    assert len(learned) == (80 if whole else 40)
-    assert sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + (0.4 if whole else 0.1)
+    assert len(learned) == 80 and sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + 0.4
     assert "image/png" in outputs(by_id["curve"])
     assert streams(by_id["devices"])["stdout"].strip().endswith("\ncpu")
     sent = json.loads((tmp_path / "proof" / "proof.json").read_text())
