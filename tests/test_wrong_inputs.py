@@ -311,9 +311,9 @@ MODELS = {
         ["neither model.safetensors nor", "save_pretrained"],
     ),
     "config cut": (cut("config.json", 9), ["config.json is not valid JSON"]),
-    "experts": (
-        changed_json("config.json", model_type="deepseek_v3"),
-        ["config.json: model_type='deepseek_v3' is not supported", "qwen3"],
+    "family": (
+        changed_json("config.json", model_type="llama4_text"),
+        ["config.json: model_type='llama4_text' is not supported", "qwen3"],
     ),
     "vocabulary": (
         changed_json("config.json", vocab_size=20),
