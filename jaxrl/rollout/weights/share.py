@@ -85,9 +85,9 @@ class Share:
 
     def publish(self, params: Params, version: int) -> None:
         """Make a version the newest: a reference, no copy. In a job, a collective."""
-        if version == self.version:  # of other weights, perhaps
-            self._held.clear()
         self.version, self._cut = version, None
+        # the same version once more may be of other weights
+        self._held = {n: held for n, held in self._held.items() if held.version != version}
         self._arrays = {name: _with_whole_adapter(x) for name, x in named(params).items()}
 
     def release(self) -> None:
