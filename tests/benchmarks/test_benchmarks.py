@@ -381,6 +381,9 @@ def test_weight_delta(tmp_path, capsys):
     whole, delta = report["pause"]
     assert whole["sent_mib"] == pytest.approx(whole["whole_mib"])
     assert delta["sent_mib"] == pytest.approx(0.02 * 2 * whole["whole_mib"], rel=0.2)  # 8 of 4 B
+    assert "folder, changes: " in printed
+    written = {row["way"]: row["mib"] for row in report["folder"]}
+    assert written["changes"] < written["whole"] < written["Hugging Face folder"]
 
 
 @pytest.mark.slow
