@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from etils import epath
 
+from jaxrl import config as cfg
 from jaxrl.files import FolderError
+from jaxrl.rollout import build_remote
 from jaxrl.rollout.weights import versions
 from jaxrl.rollout.weights.groups import named
 from jaxrl.rollout.weights.version_folder import VersionFolder
 from jaxrl.rollout.weights.version_reader import VersionReader
 from jaxrl.rollout.weights.versions import Index, VersionDamaged
 from tests.rollout.buckets import empty_bucket
+from tests.test_train import small
 
 BF16 = ml_dtypes.bfloat16
 GROUP_BYTES = 64  # of 40 + 24 + 8: three files
@@ -118,6 +121,37 @@ def test_what_is_read_is_what_was_written_to_the_bit(root, monkeypatch):
     found.clear()
     assert bits(server.read(at(root, 3))) == bits(THIRD)  # as after a sleep
     assert found == []
+
+
+def test_weights_go_to_where_the_server_has_them(tmp_path):
+    """Each array over two devices along its last dim."""
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "x")
+
+    def spread(x):
+        spec = jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "x")
+        return jax.sharding.NamedSharding(mesh, spec)
+
+    places = jax.tree.map(spread, FIRST)
+    published(root := epath.Path(tmp_path), FIRST, SECOND)
+    found = VersionReader(FIRST, places).read(at(root, 2))
+    assert bits(found) == bits(SECOND)
+    assert jax.tree.map(lambda x: x.sharding, found) == places
+
+
+def test_a_config_that_asks_for_changes_gets_them(root, tmp_path):
+    config = small(
+        tmp_path,
+        **{
+            "generator.inference_engine.run_engines_locally": False,
+            "generator.inference_engine.remote_urls": ["http://a:1"],
+            "generator.inference_engine.model_dtype": "bfloat16",
+            "generator.inference_engine.weight_delta": True,
+            "generator.inference_engine.weights_folder": str(root),
+        },
+    )
+    source = build_remote._source(cfg.resolve(config), None, None, None)  # pyright: ignore
+    assert isinstance(source, VersionFolder) and source.delta
+    assert (source.root, source.dtype, root.exists()) == (root, jnp.bfloat16, True)
 
 
 def test_a_server_that_missed_one_reads_both(root, monkeypatch):

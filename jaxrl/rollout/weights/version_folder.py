@@ -122,10 +122,10 @@ class VersionFolder:
         return True
 
     def _write(self, version: int, base: int | None) -> None:
-        written = 0
+        """Write a version, as changes of a base where that is less than the whole."""
+        whole = sum(piece.nbytes for group in self._groups for piece in group)
         if base is not None:
             groups = [self._share.hold(n, group) for n, group in enumerate(self._groups)]
-            whole = sum(x.nbytes for held in groups for x in held.arrays)
             written = sum(
                 part.nbytes
                 for held in groups
@@ -133,6 +133,8 @@ class VersionFolder:
             )
             if written >= whole or self._chain_bytes + written > whole:
                 base = None
+        self._chain_bytes = 0 if base is None else self._chain_bytes + written
+        self.written_bytes = whole if base is None else written
         token, files = secrets.token_hex(4), []  # no file is written over
         with new_version(version_folder(self.root, version)) as folder:
             for number, group in enumerate(self._groups):
@@ -140,8 +142,5 @@ class VersionFolder:
                 files.append(write_group(path, self._share.hold(number, group), base))
             dtype = str(jnp.dtype(self.dtype))
             Index(version, base, dtype, self.delta, tuple(files)).write(folder)
-        whole = sum(piece.nbytes for group in self._groups for piece in group)
-        self.written_bytes = whole if base is None else written
-        self._chain_bytes = 0 if base is None else self._chain_bytes + written
         self._bases[version] = base
         self._newest = version if self.delta else None
