@@ -64,7 +64,7 @@ class VersionFolder:
         with self._lock:
             self._groups = plan(whole_pieces(named(params), self.dtype), self.group_bytes)
             self._share.publish(params, version)
-            base, self._newest = self._newest, None
+            base, self._newest, self._again = self._newest, None, None
             try:
                 self._write(version, base if base is not None and base < version else None)
             finally:
@@ -123,7 +123,7 @@ class VersionFolder:
 
     def _write(self, version: int, base: int | None) -> None:
         """Write a version, as changes of a base where that is less than the whole."""
-        whole = sum(piece.nbytes for group in self._groups for piece in group)
+        written = whole = sum(piece.nbytes for group in self._groups for piece in group)
         if base is not None:
             groups = [self._share.hold(n, group) for n, group in enumerate(self._groups)]
             written = sum(
@@ -131,10 +131,8 @@ class VersionFolder:
                 for held in groups
                 for part in (held.changes if held.base == base else held.arrays)
             )
-            if written >= whole or self._chain_bytes + written > whole:
-                base = None
-        self._chain_bytes = 0 if base is None else self._chain_bytes + written
-        self.written_bytes = whole if base is None else written
+            if written == whole or self._chain_bytes + written > whole:
+                base, written = None, whole
         token, files = secrets.token_hex(4), []  # no file is written over
         with new_version(version_folder(self.root, version)) as folder:
             for number, group in enumerate(self._groups):
@@ -142,5 +140,6 @@ class VersionFolder:
                 files.append(write_group(path, self._share.hold(number, group), base))
             dtype = str(jnp.dtype(self.dtype))
             Index(version, base, dtype, self.delta, tuple(files)).write(folder)
-        self._bases[version] = base
+        self.written_bytes, self._bases[version] = written, base
+        self._chain_bytes = 0 if base is None else self._chain_bytes + written
         self._newest = version if self.delta else None
