@@ -14,6 +14,10 @@ that has it, whole and as changes of a share of the weights, drawn at random, ag
 the loopback device with as many bytes and nothing behind it. The servers are processes of this
 machine that take the weights as `jaxrl.serve` does, in a tree; float32; the fastest round counts.
 The socket has as many bytes as all of them receive together, one after the other.
+
+Folder: the bytes that a version takes on a disk, and the seconds to write and to read it: as a
+Hugging Face folder, whole in the sampler's bfloat16, and as changes of the same share. The files
+are in the page cache; the fastest round counts.
 """
 
 import argparse
@@ -32,18 +36,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from benchmarks import roofline
 from benchmarks.weight_sync import MIB, Pulling, Sampler, give_all, model_of, sampler
 from jaxrl import config as cfg
+from jaxrl.models.export import save_pretrained
+from jaxrl.models.hf import load_params
 from jaxrl.models.linear import merge
 from jaxrl.models.placement import model_shardings
-from jaxrl.models.transformer import Params, init_params
+from jaxrl.models.transformer import Params, abstract_params, init_params
 from jaxrl.parallel import make_mesh
 from jaxrl.parallel.rules import Placement
 from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.rollout.weights.changes import changes
 from jaxrl.rollout.weights.transfer import WeightTransfer
+from jaxrl.rollout.weights.version_folder import VersionFolder
+from jaxrl.rollout.weights.version_reader import VersionReader
 from jaxrl.train import BasePPOExp
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -149,6 +158,39 @@ def _socket(servers: Sequence[Sampler], total: int) -> float:
     return time.perf_counter() - started
 
 
+def through_folder(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The bytes and seconds of a version in a folder, by the way in which it is written."""
+    model = model_of(arguments.mib, arguments.smoke)
+    shardings = model_shardings(model, Placement(make_mesh(devices=jax.devices()[:1])))
+    first = init_params(model, 0, shardings)
+    params = [first, moved(first, arguments.share, 1)]
+    rows = []
+    for way in ("Hugging Face folder", "whole", "changes"):
+        with tempfile.TemporaryDirectory() as name:
+            root, times = epath.Path(name), []
+            group = int(arguments.group * MIB)
+            end = VersionFolder(root, jnp.bfloat16, group, delta=way == "changes")
+            reader = VersionReader(abstract_params(model), shardings)
+            for version in range(arguments.rounds + 3):  # the first is whole, the second compiles
+                began = time.perf_counter()
+                if way == "Hugging Face folder":
+                    folder = Path(name, f"version-{version}")
+                    save_pretrained(folder, model, params[version % 2])
+                    written = time.perf_counter()
+                    read = load_params(folder, model, shardings=shardings)
+                else:
+                    folder = Path(end.publish(params[version % 2], version)).parent
+                    written = time.perf_counter()
+                    read = reader.read(epath.Path(folder))
+                jax.block_until_ready(read)
+                times.append((written - began, time.perf_counter() - written))
+            size = sum(file.stat().st_size for file in folder.iterdir())
+        writes, reads = zip(*times[2:], strict=True)
+        row = {"way": way, "mib": size / MIB}
+        rows.append(row | {"write_seconds": min(writes), "read_seconds": min(reads)})
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 1 where the claim is false."""
     parser = argparse.ArgumentParser(
@@ -187,8 +229,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['sent_mib']:.1f} MiB, they get {row['whole_mib']:.0f}; a socket "
             f"{row['socket']:.3f} s"
         )
+    folders = through_folder(arguments)
+    for row in folders:
+        print(
+            f"folder, {row['way']}: {row['mib']:.1f} MiB, written in {row['write_seconds']:.2f} s, "
+            f"read in {row['read_seconds']:.2f} s"
+        )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"runs": runs, "pause": rows}, indent=1))
+        report = {"runs": runs, "pause": rows, "folder": folders}
+        arguments.json.write_text(json.dumps(report, indent=1))
     return int(any(share >= 0.5 for run in runs for share in run["sent"]))
 
 

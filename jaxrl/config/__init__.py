@@ -64,6 +64,7 @@ from jaxrl.config.recipe import (
 )
 from jaxrl.config.rollouts import (
     by_transfer,
+    by_versions,
     check_engines,
     engine_parts,
     group_bytes,
@@ -191,6 +192,7 @@ __all__ = [
     "get_config_as_yaml_str",
     "group_bytes",
     "by_transfer",
+    "by_versions",
     "in_process",
     "keeps_pages",
     "least_hosts",

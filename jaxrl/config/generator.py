@@ -111,8 +111,9 @@ class InferenceEngineConfig(BaseConfig):
     """How weights come to servers: "folder", through weights_folder; "transfer", from process to
     process, with servers of jaxrl's own; rollout workers always get them so."""
     weight_delta: Annotated[bool, new()] = False
-    """Send a server what changed since the version that it has, where that is less than the whole;
-    for weights that are transferred. Both sides keep a copy of them in host memory for it."""
+    """Send a server of jaxrl's own, or write for it, what changed in the weights since the version
+    before, where that is less than the whole. Both sides keep a copy of them in host memory for
+    it."""
     weight_transfer_threshold_cuda_ipc_GB: Annotated[
         float,
         must(lambda gb: int(gb * 1e9) > 0, "must be positive"),  # bytes
@@ -215,8 +216,9 @@ class InferenceEngineConfig(BaseConfig):
     """CUDA_VISIBLE_DEVICES of each server that is started, e.g. ["2,3", "4,5"]; None = as in this
     process."""
     weights_folder: Annotated[str | None, new()] = None
-    """Where weights are written for remote engines, which must see it under the same path; None =
-    "weights" in the run's folder."""
+    """Where weights are written for remote engines, which must see it under the same path; for
+    jaxrl's own servers also an address in a bucket ("gs://", "s3://"); None = "weights" in the
+    run's folder."""
     probe_bound: Annotated[float, positive, new()] = 0.05
     """Largest difference between the log-probs of a remote engine and the trainer, of a short probe
     after every update; more with bfloat16 on either side, e.g. 0.2."""

@@ -73,6 +73,14 @@ def by_transfer(config: TrainConfig) -> bool:
     return workers or config.generator.inference_engine.weight_transport == "transfer"
 
 
+def by_versions(config: TrainConfig) -> bool:
+    """Return whether servers read versions that may be changes, not Hugging Face folders."""
+    engine = config.generator.inference_engine
+    if in_process(config) or by_transfer(config):
+        return False
+    return engine.weight_delta or "://" in (engine.weights_folder or "").removeprefix("file://")
+
+
 def starts_own_engine(config: TrainConfig) -> bool:
     """Return whether the run starts engines of jaxrl, here or in rollout workers."""
     engine = config.generator.inference_engine
@@ -235,8 +243,14 @@ def _check_workers(config: TrainConfig) -> None:
 def _check_transport(config: TrainConfig) -> None:
     engine = config.generator.inference_engine
     if engine.weight_transport == "folder":
-        if engine.weight_delta and not config.trainer.placement.rollout_num_nodes:
-            fix = "weights go through a folder, which is whole; set weight_transport='transfer'"
+        if by_versions(config) and engine.backend != "native":
+            reads = f"backend={engine.backend!r} reads whole Hugging Face folders on a disk"
+            if engine.weight_delta:
+                _fail("weight_delta", True, f"{reads}; set it to false")
+            fix = "set a folder that trainer and servers see under the same path"
+            _fail("weights_folder", engine.weights_folder, f"{reads}; {fix}")
+        if engine.weight_delta and in_process(config):
+            fix = "the engine is in this process, where nothing is sent; set it to false"
             _fail("weight_delta", True, fix)
         return
     if engine.backend != "native":

@@ -30,7 +30,8 @@ class ServeConfig(BaseConfig):
     token_file: str | None = None
     """File that holds the token, instead of the environment variable."""
     weights_root: str | None = None
-    """Folder under which /update_weights may read; None = no update over HTTP."""
+    """Folder, or address in a bucket, under which /update_weights may read; None = no update over
+    HTTP."""
     receive_weights: bool = False
     """/receive_weights may pull weights from the host that a request comes from."""
     weight_networks: Annotated[

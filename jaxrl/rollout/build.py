@@ -150,21 +150,15 @@ def weight_folder(
 
     A server can also be started from one.
     """
-    root, write = weights_root(config), model_writer(config, model, tokenizer)
+    root, write = server_folder(*weights_root(config)), model_writer(config, model, tokenizer)
     return WeightFolder(root, lambda params, folder: write(merge(params), folder))
 
 
-def weights_root(config: cfg.TrainConfig) -> Path:
-    """Return the folder in which weights for servers are written.
-
-    Raises:
-        ValueError: it cannot be written to, or servers could not open it.
-    """
+def weights_root(config: cfg.TrainConfig) -> tuple[str, str]:
+    """Return the field that says where weights for servers are written, and its value."""
     folder = config.generator.inference_engine.weights_folder
-    return server_folder(
-        "generator.inference_engine.weights_folder",
-        str(folder or cfg.run_folder(config.trainer) / "weights"),
-    )
+    folder = folder or str(cfg.run_folder(config.trainer) / "weights")
+    return "generator.inference_engine.weights_folder", folder
 
 
 def server_folder(field: str, folder: str) -> Path:

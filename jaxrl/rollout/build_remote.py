@@ -13,6 +13,7 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.rollouts import server_urls
+from jaxrl.files import writable_folder
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import base
 from jaxrl.models.lora import lora_config, trained
@@ -33,6 +34,7 @@ from jaxrl.rollout.weights.folder import AdapterFolder
 from jaxrl.rollout.weights.share import Shares, SharingEngine, open_shares
 from jaxrl.rollout.weights.source import Source
 from jaxrl.rollout.weights.transfer import WeightTransfer
+from jaxrl.rollout.weights.version_folder import VersionFolder
 
 PROBE_LENGTH = 8  # tokens of its prompt, and of its continuation
 STEPS_PER_DISPATCH = 32  # of rollout workers: nobody reads a stream from them
@@ -110,11 +112,14 @@ def _source(
 ) -> Source:
     """Return the transport of the weights; `shares` of the trainer, where they are pulled."""
     engine = config.generator.inference_engine
+    dtype, group = DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config)
     if shares is not None:
-        dtype, group = DTYPES[cfg.engine_dtype(engine)], cfg.group_bytes(config)
         return WeightTransfer(dtype, group, shares=shares, delta=engine.weight_delta)
     if cfg.sends_adapters(config):
         return _adapter_folder(config, model, tokenizer)
+    if cfg.by_versions(config):
+        root = writable_folder(*weights_root(config))
+        return VersionFolder(root, dtype, group, delta=engine.weight_delta)
     return weight_folder(config, model, tokenizer)
 
 
@@ -150,7 +155,7 @@ def _adapter_folder(
     return AdapterFolder(
         root,
         write,
-        weights_root(config) / "base",
+        server_folder(*weights_root(config)) / "base",
         lambda params, folder: write_model(base(params), folder),
     )
 

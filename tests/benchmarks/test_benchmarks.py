@@ -379,8 +379,12 @@ def test_weight_delta(tmp_path, capsys):
     (trained,) = report["runs"]
     assert len(trained["shares"]) == 2 and 0 < max(trained["shares"]) < 0.5
     whole, delta = report["pause"]
-    assert whole["sent_mib"] == pytest.approx(whole["whole_mib"])
-    assert delta["sent_mib"] == pytest.approx(0.02 * 2 * whole["whole_mib"], rel=0.2)  # 8 of 4 B
+    sent = whole["whole_mib"] / 2  # to the first, which the second pulls from
+    assert whole["sent_mib"] == pytest.approx(sent)
+    assert delta["sent_mib"] == pytest.approx(0.02 * 2 * sent, rel=0.2)  # 8 bytes of 4
+    assert "folder, changes: " in printed
+    written = {row["way"]: row["mib"] for row in report["folder"]}
+    assert written["changes"] < written["whole"] < written["Hugging Face folder"]
 
 
 @pytest.mark.slow

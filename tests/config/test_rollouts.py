@@ -4,7 +4,14 @@ import contextlib
 
 import pytest
 
-from jaxrl.config import TrainConfig, in_process, resolve, sends_adapters, validate
+from jaxrl.config import (
+    TrainConfig,
+    by_versions,
+    in_process,
+    resolve,
+    sends_adapters,
+    validate,
+)
 from jaxrl.config.placement import check_processes
 from jaxrl.config.rollouts import least_hosts, server_urls
 from jaxrl.config.validation import check_async
@@ -12,6 +19,8 @@ from jaxrl.config.validation import check_async
 MODEL = {"trainer.policy.model.path": "m"}
 DATA = {"data.train_data": ["d.parquet"]}
 URLS = ["http://a:1", "http://b:1"]
+JETSTREAM = {"backend": "jetstream", "run_engines_locally": False, "remote_urls": ["a:1"]}
+SERVERS = {"run_engines_locally": False, "remote_urls": URLS}
 
 
 def config_of(*, workers=0, **engine):
@@ -39,6 +48,7 @@ def config_of(*, workers=0, **engine):
             URLS,
         ),
         ({"workers": 2, "weight_transport": "transfer", "engine_devices": ["0", "1"]}, []),
+        (SERVERS | {"weight_delta": True, "weights_folder": "gs://b/w"}, URLS),
     ],
 )
 def test_engines_in_other_processes(engine, urls):
@@ -46,6 +56,23 @@ def test_engines_in_other_processes(engine, urls):
     validate(config, 8)
     assert not in_process(config)
     assert server_urls(config) == urls
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (SERVERS, False),
+        (SERVERS | {"weight_delta": True}, True),
+        (SERVERS | {"weights_folder": "gs://b/w"}, True),
+        (SERVERS | {"weights_folder": "file:///w"}, False),
+        (SERVERS | {"weight_delta": True, "weight_transport": "transfer"}, False),
+        ({"weights_folder": "gs://b/w"}, False),  # nobody reads it
+        ({"workers": 2, "weight_delta": True}, False),
+        (JETSTREAM | {"weights_folder": "/w"}, False),
+    ],
+)
+def test_who_reads_versions_that_may_be_changes(engine, expected):
+    assert by_versions(config_of(**engine)) is expected
 
 
 @pytest.mark.parametrize(
@@ -91,9 +118,18 @@ def test_engines_in_other_processes(engine, urls):
             },
             "weight_transport='transfer': a router cannot pull",
         ),
+        ({"weight_delta": True}, "weight_delta=True: the engine is in this process, .* to false"),
         (
-            {"run_engines_locally": False, "remote_urls": URLS, "weight_delta": True},
-            "weight_delta=True: .*set weight_transport='transfer'",
+            {"backend": "vllm", "weight_delta": True},
+            "weight_delta=True: backend='vllm' reads whole Hugging Face folders .*set it to false",
+        ),
+        (
+            {"backend": "vllm", "weights_folder": "gs://b/w"},
+            "weights_folder='gs://b/w': backend='vllm' reads whole .*set a folder that trainer and",
+        ),
+        (
+            {**JETSTREAM, "weights_folder": "s3://b/w"},
+            "weights_folder='s3://b/w': backend='jetstream' reads whole Hugging Face folders",
         ),
         ({"weight_transport": "files"}, "weight_transport='files': must be 'folder' or 'transfer'"),
         (

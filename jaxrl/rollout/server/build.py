@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from jaxrl import config as cfg
 from jaxrl.config.platform_defaults import settle
 from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.files import as_path, missing_packages_named
 from jaxrl.models import hf
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
@@ -23,6 +25,8 @@ from jaxrl.rollout.server.auth import read_token
 from jaxrl.rollout.server.served_model import ServedModel
 from jaxrl.rollout.server.server import HttpServer
 from jaxrl.rollout.weights.incoming import Incoming
+from jaxrl.rollout.weights.version_reader import VersionReader
+from jaxrl.rollout.weights.versions import INDEX
 
 
 def served_model(
@@ -62,6 +66,9 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer
     cfg.check_constraints(serve, "serve")
     cfg.check_engines(config, len(devices or jax.devices()))
     read_token(serve, settings.http_endpoint_host)  # before anything is loaded
+    if serve.weights_root and "://" in serve.weights_root:
+        with missing_packages_named("serve.weights_root", serve.weights_root):
+            as_path("serve.weights_root", serve.weights_root).exists()
     enable_cache(trainer.compilation_cache_path)
     tokenizer: Any = load_tokenizer(
         path, template.name_or_path if template.source == "file" else None
@@ -80,7 +87,8 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer
         kernel=engine_kernel(config, model, mesh.devices.flat[0]).name,
     )
     shardings = _shardings(config, model, mesh)
-    load, folder = functools.partial(_load, config, model, shardings), hf.local_folder(path)
+    reader = VersionReader(abstract_params(model), shardings)
+    load, folder = functools.partial(_load, config, model, shardings, reader), hf.local_folder(path)
     server = HttpServer(
         engine,
         served_model(config, tokenizer, model.vocab_size, length),
@@ -132,11 +140,19 @@ def _shardings(config: cfg.TrainConfig, model: TransformerConfig, mesh: jax.shar
     return param_shardings(mesh, logical_axes(model), abstract_params(model), placement.rules)
 
 
-def _load(config: cfg.TrainConfig, model: TransformerConfig, shardings: Any, folder: Path) -> Any:
-    """Load the parameters in a folder of the same architecture.
+def _load(
+    config: cfg.TrainConfig,
+    model: TransformerConfig,
+    shardings: Any,
+    reader: VersionReader,
+    folder: Path | epath.Path,
+) -> Any:
+    """Load the parameters in a folder of the same architecture, or of a version, by its index.
 
     `random_init` is of the policy's own folder.
     """
+    if folder.name == INDEX:
+        return reader.read(epath.Path(folder).parent)
     policy = config.trainer.policy.model
     is_policy = policy.path is not None and folder == hf.local_folder(policy.path)
     return hf.load_or_init(

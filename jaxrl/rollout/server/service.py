@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from etils import epath
+
 from jaxrl.config import ServeConfig
-from jaxrl.models.hf import INDEX_FILE, read_json
 from jaxrl.rollout.conversations.submissions import Submissions
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.rollout.server.prometheus import Measures
@@ -17,7 +18,9 @@ from jaxrl.rollout.server.runs import RunningRequest
 from jaxrl.rollout.server.served_model import ServedModel
 from jaxrl.rollout.server.sessions import ServedSessions
 from jaxrl.rollout.server.shared_engine import Guests, HostEngine
+from jaxrl.rollout.server.weight_folders import folder_under
 from jaxrl.rollout.weights.incoming import Incoming, NotAllowed, Notice, TransferFailed
+from jaxrl.rollout.weights.versions import VersionDamaged
 
 IDLE_SECONDS = 120.0  # between two groups of weights; then who sent the first has given up
 PAUSE_MODES = ("abort", "keep", "wait")
@@ -161,7 +164,7 @@ class Control:
     Args:
         service: of the same engine.
         host: the engine.
-        load: reads the parameters in a model folder.
+        load: reads the parameters in a model folder, or of a version by its index.
         folder: of the weights that the engine has; None = they came from no folder.
         incoming: pulls weights from the trainer's process.
     """
@@ -170,12 +173,12 @@ class Control:
         self,
         service: Service,
         host: HostEngine,
-        load: Callable[[Path], Any],
+        load: Callable[[Path | epath.Path], Any],
         folder: Path,
         incoming: Incoming,
     ) -> None:
         self.service, self.host, self.load, self.incoming = service, host, load, incoming
-        self.folder: Path | None = folder
+        self.folder: Path | epath.Path | None = folder
         self.version = 0
         self._weights, self._switch = Undisturbed(), Undisturbed()
         self._halted, self._pauses = False, set[object]()  # the engine; calls that wait to halt it
@@ -233,8 +236,8 @@ class Control:
             Their version.
 
         Raises:
-            ApiError: 400 or 403, the folder is not one to read, or holds another model; the engine
-                goes on with the weights that it had.
+            ApiError: 400 or 403, the folder is not one to read, or holds another model; 502, a
+                version is damaged; the engine goes on with the weights that it had.
         """
         return await self._weights.do(self._update_from, path, version)
 
@@ -304,12 +307,14 @@ class Control:
         self._now(None, notice.version)
         return True
 
-    async def _update(self, folder: Path, version: int | None) -> int:
+    async def _update(self, folder: Path | epath.Path, version: int | None) -> int:
         number = self.version + 1 if version is None else version
         try:
             params = await asyncio.to_thread(self.load, folder)
         except (ValueError, OSError) as error:
             raise ApiError(400, f"path: {error}", param="path") from error
+        except VersionDamaged as error:
+            raise ApiError(502, str(error), code="version_damaged") from error
         await asyncio.to_thread(self.host.update_weights, params, number)
         self._now(folder, number)
         return number
@@ -324,54 +329,7 @@ class Control:
         self._hold_incoming()
         self.incoming.forget()
 
-    def _now(self, folder: Path | None, version: int) -> None:
+    def _now(self, folder: Path | epath.Path | None, version: int) -> None:
         self._forget_incoming()
         self.folder, self.version = folder, version
         self.service.measures.version.set(version)
-
-
-def folder_under(root: str | None, path: str) -> Path:
-    """Return the folder that a request names, if it and its files lie under the root.
-
-    Args:
-        root: None = no folder is read.
-        path: absolute, or relative to the root; links and ".." are followed first.
-
-    Raises:
-        ApiError: 403 outside of the root, 400 if it is no model folder. What is outside is not
-            looked at, so that nothing is learnt of it.
-    """
-    if root is None:
-        raise ApiError(403, "no weights are read over HTTP here; start with serve.weights_root")
-    top = Path(root).resolve()
-    try:
-        folder = (top / path).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a null byte, a loop of links
-        raise ApiError(400, f"path={path[:80]!r} is not a path", param="path") from error
-    _check_inside(top, folder, path)
-    if not folder.is_dir():
-        raise ApiError(400, f"path={path!r} is not a folder under the root", param="path")
-    for file in folder.iterdir():
-        _check_inside(top, file.resolve(), f"{path}/{file.name}")
-    _check_index(folder)
-    return folder
-
-
-def _check_inside(top: Path, path: Path, shown: str) -> None:
-    if not path.is_relative_to(top):
-        message = f"path={shown[:200]!r} is outside of serve.weights_root"
-        raise ApiError(403, message, param="path")
-
-
-def _check_index(folder: Path) -> None:
-    """Check that the shards that an index names are files of the folder."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        return
-    try:
-        names = set(read_json(index)["weight_map"].values())
-        outside = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ApiError(400, f"{INDEX_FILE} is damaged: {error!r}", param="path") from error
-    if outside:
-        raise ApiError(403, f"{INDEX_FILE} names files elsewhere: {outside[0]!r}", param="path")

@@ -54,8 +54,12 @@ class Offered(NamedTuple):
     nbytes: int
 
 
-class _Held(NamedTuple):
-    """Hold pieces in host memory, and what changed in them since the version before, if any."""
+class Held(NamedTuple):
+    """Hold pieces of a version in host memory.
+
+    Attributes:
+        base: the version since which `changes` are; None = there are none, or they are not less.
+    """
 
     version: int
     pieces: tuple[Piece, ...]
@@ -63,11 +67,6 @@ class _Held(NamedTuple):
     checksums: tuple[int, ...]
     base: int | None
     changes: list[Changes]
-
-    @property
-    def shrinks(self) -> bool:
-        """Return whether the changes are less than the pieces."""
-        return sum(c.nbytes for c in self.changes) < sum(x.nbytes for x in self.arrays)
 
 
 class Share:
@@ -80,13 +79,15 @@ class Share:
     def __init__(self, *, delta: bool) -> None:
         self.delta, self.version = delta, -1
         self._arrays: Arrays | None = None
-        self._held: dict[int, _Held] = {}  # by the number of the group
+        self._held: dict[int, Held] = {}  # by the number of the group
         self._cut: tuple[tuple[int, int], list[jax.Array], tuple[int, ...]] | None = None
         self._ends: dict[str, transfer.TransferServer] = {}  # by the host that pulls
 
     def publish(self, params: Params, version: int) -> None:
         """Make a version the newest: a reference, no copy. In a job, a collective."""
         self.version, self._cut = version, None
+        # the same version once more may be of other weights
+        self._held = {n: held for n, held in self._held.items() if held.version != version}
         self._arrays = {name: _with_whole_adapter(x) for name, x in named(params).items()}
 
     def release(self) -> None:
@@ -138,8 +139,8 @@ class Share:
         """Return the changes that are sent, if they are, all arrays to send, and checksums."""
         device = jax.local_devices()[0]
         if self.delta:
-            held = self._hold(number, pieces)
-            if base is not None and base == held.base and held.shrinks:
+            held = self.hold(number, pieces)
+            if base is not None and base == held.base:
                 some = [part for c in held.changes if c.places.size for part in c]
                 return held.changes, jax.device_put(some, device), held.checksums
             return [], jax.device_put(held.arrays, device), held.checksums
@@ -160,8 +161,14 @@ class Share:
             taken = [_take_here(arrays[piece.name], piece) for piece in pieces]
         return jax.device_put(taken, jax.local_devices()[0])
 
-    def _hold(self, number: int, pieces: tuple[Piece, ...]) -> _Held:
-        """Return pieces in host memory, which take the place of those of the version before."""
+    def hold(self, number: int, pieces: tuple[Piece, ...]) -> Held:
+        """Return pieces of a group in host memory, with what changed since the version before.
+
+        With `delta` they stay there, in the place of those of that version.
+
+        Raises:
+            Gone: the trainer has donated the parameters.
+        """
         before = self._held.get(number)
         if before is not None and before.version == self.version:
             return before
@@ -170,8 +177,11 @@ class Share:
         if before is not None and before.pieces == pieces:
             base = before.version
             made = [changes(*pair) for pair in zip(before.arrays, arrays, strict=True)]
-        held = _Held(self.version, pieces, arrays, tuple(sums(taken)), base, made)
-        self._held[number] = held
+            if sum(c.nbytes for c in made) >= sum(x.nbytes for x in arrays):
+                base, made = None, []
+        held = Held(self.version, pieces, arrays, tuple(sums(taken)), base, made)
+        if self.delta:
+            self._held[number] = held
         return held
 
 

@@ -1,7 +1,7 @@
 """Hold what is examined: the user's run, made smaller, writing into a temporary folder."""
 
+import contextlib
 import functools
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,9 +14,10 @@ import numpy as np
 
 from jaxrl import config as cfg
 from jaxrl.data.packing import minibatches
+from jaxrl.files import as_path
 from jaxrl.rollout.protocol import Completion, Engine, Request
 from jaxrl.tools.doctor.finding import BadInput, Unavailable, bad_input
-from jaxrl.tools.doctor.smaller_config import BATCHES, choose, smaller, written_elsewhere
+from jaxrl.tools.doctor.smaller_config import BATCHES, WEIGHTS, choose, smaller, written_elsewhere
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
 from jaxrl.types import GeneratorOutput, TrainBatch
@@ -173,7 +174,8 @@ class ExaminedRun:
         if isinstance(trainer := self.made.get("trainer"), Trainer):
             trainer.checkpointer.close()
         if weights := self.full_experiment.config.generator.inference_engine.weights_folder:
-            shutil.rmtree(weights, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                as_path(WEIGHTS, weights).rmtree(missing_ok=True)
 
     # ---------------------------------------------------------------- its first step
 

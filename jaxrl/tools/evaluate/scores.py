@@ -59,7 +59,10 @@ def evaluate_subject(
     exports = Path(cfg.resolve(config).trainer.export_path)
     folder = Path(output or exports / "evaluations" / name)
     writable_folder("--output", folder)
-    config.generator.inference_engine.weights_folder = str(folder / "weights")  # not the run's
+    engine = config.generator.inference_engine
+    in_bucket = engine.weights_folder is not None and "://" in engine.weights_folder
+    own = f"{engine.weights_folder}/evaluate-{name}" if in_bucket else str(folder / "weights")
+    engine.weights_folder = own  # not the run's
     config.trainer.policy.model.lora.lora_sync_path = None
     run = run_class(config)
     config, started = run.config, time.perf_counter()
