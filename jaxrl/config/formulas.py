@@ -8,6 +8,8 @@ from jaxrl.config.objective_requirements import (
     needs_reference,
     ratio_anchor,
     reduces_by_itself,
+    sampled_are_exact,
+    wants_old_log_probs,
 )
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
@@ -46,6 +48,8 @@ def _anchor(trainer: TrainerConfig) -> str:
     algorithm = trainer.algorithm
     if algorithm.old_log_probs == "rollout":
         return "old_log_probs: the sampler's, as it recorded them; no forward pass"
+    if sampled_are_exact(trainer) and wants_old_log_probs(trainer):
+        return "old_log_probs: the sampler's, to the bit the policy's; no forward pass"
     if ratio_anchor(algorithm) == "rollout":
         return "rollout_log_probs: the sampler's, as it recorded them"
     if needs_old_log_probs(trainer):

@@ -1,5 +1,7 @@
 """How a config cuts its batches: the same for the trainer, the checks and the objective card."""
 
+import dataclasses
+
 from jaxrl.config.constraints import fail
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
@@ -24,7 +26,12 @@ def update_microbatching(
     trainer = config.trainer
     prompts = getattr(trainer, f"{role}_mini_batch_size")
     rows = trainer.micro_train_batch_size_per_gpu
-    return _microbatching(config, groups, prompts, rows, context, longest)
+    cut = _microbatching(config, groups, prompts, rows, context, longest)
+    if role != "policy" or trainer.exact != "full":
+        return cut
+    # a tree over rows of one length: all microbatches have 2^k rows, the last one some of zeros
+    widths = few_widths(longest or longest_trajectory(config), packed=True)
+    return dataclasses.replace(cut, total=round_up(cut.total, cut.rows), widths=widths)
 
 
 def forward_microbatching(config: TrainConfig, groups: int, context: int = 1) -> Microbatching:
@@ -43,7 +50,9 @@ def _microbatching(
     longest: int | None = None,
 ) -> Microbatching:
     trainer, generator = config.trainer, config.generator
-    packed, few = trainer.use_sample_packing is True, trainer.few_shapes is True
+    # tiles of padding cost the exact mode nothing, so that packing would save nothing
+    packed = trainer.use_sample_packing is True and trainer.exact == "off"
+    few = trainer.few_shapes is True
     budget = trainer.max_tokens_per_microbatch
     steps = generator.max_turns if generator.step_wise_trajectories else 1
     return Microbatching(
@@ -52,7 +61,7 @@ def _microbatching(
         groups=groups,
         max_tokens=None if budget == -1 else budget,
         packed=packed,
-        packed_length=trainer.packed_length,
+        packed_length=trainer.packed_length if packed else None,
         widths=few_widths(longest or longest_trajectory(config), packed) if few else (),
         context=context,
     )

@@ -116,13 +116,26 @@ def updates_per_step(trainer: TrainerConfig) -> int:
 
 
 def needs_old_log_probs(trainer: TrainerConfig) -> bool:
-    """Return whether a step must recompute the log-probs of its batch before the first update.
+    """Return whether a step must recompute the log-probs of its batch before the first update."""
+    sampled = trainer.algorithm.old_log_probs == "rollout" or sampled_are_exact(trainer)
+    return wants_old_log_probs(trainer) and not sampled
+
+
+def sampled_are_exact(trainer: TrainerConfig) -> bool:
+    """Return whether the sampler's log-probs are the policy's at the start of the step, all bits.
+
+    The exact mode gives that, where the policy has not moved on while there was sampling.
+    """
+    moves = trainer.fully_async.enabled and trainer.fully_async.max_staleness_steps > 0
+    return trainer.exact != "off" and not moves
+
+
+def wants_old_log_probs(trainer: TrainerConfig) -> bool:
+    """Return whether a step must know the log-probs of its batch before the first update.
 
     The first update on a batch has the old policy itself; only later ones must know it.
     """
     algorithm = trainer.algorithm
-    if algorithm.old_log_probs == "rollout":
-        return False
     return (
         (ratio_anchor(algorithm) == "old" and updates_per_step(trainer) > 1)
         or correction_enabled(algorithm.off_policy_correction)

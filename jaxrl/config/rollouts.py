@@ -1,5 +1,6 @@
 """What the engine must hold, where it is, and what it cannot be asked for."""
 
+import math
 import warnings
 from typing import Any, NoReturn
 
@@ -34,6 +35,12 @@ def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
     workers = trainer.fully_async.num_parallel_generation_workers
     groups = -(-workers // num_processes) if runs_free(config) else prompts
     return groups * generator.n_samples_per_prompt + evaluated * (trainer.eval_interval > 0)
+
+
+def exact_parts(config: TrainConfig) -> int:
+    """Return the logical parts of the exact mode: the devices that split a matrix divide them."""
+    sampler = engine_tensor(config.generator.inference_engine)
+    return math.lcm(config.trainer.policy.mesh.tensor, sampler)
 
 
 def overlaps(config: TrainConfig) -> bool:

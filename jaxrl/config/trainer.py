@@ -347,6 +347,13 @@ class TrainerConfig(BaseConfig):
     """Kernels by operation, instead of the fastest that can: {"packed_attention": "chunked"}, which
     outranks flash_attn, {"head_log_probs": "xla"}, {"paged_attention": "xla"} of an engine of
     ours; see docs/kernels.md."""
+    exact: Annotated[str, one_of("off", "log_probs", "full"), new()] = "off"
+    """Sampler and trainer compute the same numbers, to the last bit: "log_probs": the log-probs of
+    what was sampled are those of the trainer's forward pass, which is then left out; "full": the
+    gradient, too, depends on no cut into microbatches, packed or not, nor on the mesh; see
+    docs/exact.md."""
+    exact_tile: Annotated[int | None, positive_or(None, "by the platform"), new()] = None
+    """Tokens of a tile of trainer.exact; None = by the platform."""
     disable_fast_tokenizer: Annotated[bool, inert("transformers 5 has one kind")] = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"

@@ -17,7 +17,7 @@ from jaxrl.config.data import SFTConfig, check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.environment import check_environment
 from jaxrl.config.field_status import status_of
-from jaxrl.config.generator import SamplingParams, engine_hosts, engine_tensor
+from jaxrl.config.generator import SamplingParams, engine_dtype, engine_hosts, engine_tensor
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_requirements import (
     allowed_reductions,
@@ -43,7 +43,7 @@ from jaxrl.config.rollouts import (
     starts_own_engine,
 )
 from jaxrl.config.train_config import TrainConfig, resolve
-from jaxrl.config.trainer import TrainerConfig
+from jaxrl.config.trainer import TrainerConfig, compute_dtype
 from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.off_policy import correction_enabled
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
@@ -75,6 +75,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     check_kernels(config.trainer, sampling=starts_own_engine(config))
     check_environment(config.environment)
     check_engines(config, len(ranges.engine), num_processes)
+    _check_exact(config)
     check_async(config, len(ranges.engine))
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
@@ -689,6 +690,45 @@ def _check_moving_reference(trainer: TrainerConfig) -> None:
         fail(field, True, f"{fix}set it, or this one to False")
     if lora and ref.mesh is not None:
         fail(field, True, "with trainer.policy.model.lora needs trainer.ref.mesh=None")
+
+
+def _check_exact(config: TrainConfig) -> None:
+    """Refuse what makes the numbers of sampler and trainer differ in the exact mode."""
+    trainer, generator = config.trainer, config.generator
+    engine, mesh = generator.inference_engine, trainer.policy.mesh
+    if trainer.exact == "off":
+        if trainer.exact_tile is not None:
+            fail("trainer.exact_tile", trainer.exact_tile, "has no effect with trainer.exact='off'")
+        return
+    dtypes = compute_dtype(trainer, "policy"), engine_dtype(engine)
+    sampling, of = generator.sampling_params, "generator.sampling_params"
+    filters = sampling.top_k != -1 or sampling.top_p < 1 or sampling.min_p > 0
+    masked = not filters or sampling.keep_sampling_mask
+    for holds, why in (
+        (in_process(config), "the engine must be ours, in the trainer's processes"),
+        (len(set(dtypes)) == 1, f"trainer and engine must compute in one dtype, not {dtypes}"),
+        (trainer.policy.model.lora.rank == 0, "the sampler adds adapters to their matrices"),
+        (mesh.context == 1, "trainer.policy.mesh.context must be 1"),
+        (mesh.expert == 1, "trainer.policy.mesh.expert must be 1"),
+        (mesh.tensor != -1, "trainer.policy.mesh.tensor must be a number"),
+        (engine.expert_parallel_size == 1, "expert_parallel_size must be 1"),
+        (
+            sampling.repetition_penalty == 1,
+            f"{of}.repetition_penalty must be 1",
+        ),
+        (
+            not sampling.additional_kwargs,
+            f"{of}.additional_kwargs must be None",
+        ),
+        (masked, f"top_k, top_p and min_p need {of}.keep_sampling_mask=True"),
+        (sampling.logprobs is not None, f"{of}.logprobs must be 1"),
+    ):
+        if not holds:
+            fail("trainer.exact", trainer.exact, f"{why}; or set 'off'")
+    rows = trainer.micro_train_batch_size_per_gpu
+    if trainer.exact == "full" and (rows & (rows - 1) or trainer.max_tokens_per_microbatch != -1):
+        fix = "trainer.exact='full' needs 2^k rows in each, and no budget of tokens in their place"
+        fail("trainer.micro_train_batch_size_per_gpu", rows, fix)
 
 
 def _check_sampling(config: TrainConfig) -> None:

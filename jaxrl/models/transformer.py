@@ -47,10 +47,12 @@ from jaxrl.models.architecture import (
     layer_stacks,
 )
 from jaxrl.models.attention import Attend, Segments, View, layer_views, softcap
+from jaxrl.models.exact import Given, Tiles, by_tokens, exact_look_up
 from jaxrl.models.expert_exchange import GATHER
 from jaxrl.models.experts import Routing, expert_mlp
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.context_attention import context_attention
+from jaxrl.models.kernels.exact_attention import exact_attention
 from jaxrl.models.kernels.packed_attention import self_attention, training_mask
 from jaxrl.models.linear import (
     add_bias,
@@ -78,7 +80,8 @@ from jaxrl.parallel.rules import Placement, constrain
 MAX_UNROLLED_LAYERS = 4
 
 Params = dict
-Mix = Callable[[Params, jax.Array], jax.Array]
+# of weights, y [B, T, D], replayed experts and which tokens are real, see `expert_mlp`
+Mix = Callable[..., tuple[jax.Array, Routing]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -416,56 +419,98 @@ def unfuse(x: jax.Array, widths: Sequence[int], shards: int) -> list[jax.Array]:
     ]
 
 
+class Work(NamedTuple):
+    """Say how the products of a layer are split over devices.
+
+    Attributes:
+        split: multiplies by a matrix whose outputs are split, see `Tiles.split`.
+        join: multiplies by one whose inputs are, see `Tiles.join`.
+        by_part: runs a function of heads, see `Tiles.by_part`.
+        spread: (array, logical axes behind batch and seq) -> the array, spread over devices.
+        shards: devices over which fused weights are split.
+    """
+
+    split: Callable[..., jax.Array]
+    join: Callable[..., jax.Array]
+    by_part: Callable[..., jax.Array]
+    spread: Callable[..., jax.Array]
+    shards: int = 1
+
+
+def by_partitioner(placement: Placement | None) -> Work:
+    """Leave it to XLA's partitioner which device computes what."""
+
+    def split(x: jax.Array, w: Any, width: int) -> jax.Array:
+        return project(x, w)
+
+    def join(x: jax.Array, w: Any, width: int, contract: int = 1) -> jax.Array:
+        return project(x, w, contract)
+
+    def by_part(run: Callable[..., Any], x: jax.Array, width: int, *weights: Any) -> jax.Array:
+        return run(x, *weights)
+
+    def spread(y: jax.Array, *names: str | None) -> jax.Array:
+        return constrain(y, ("batch", "seq", *names), placement)
+
+    return Work(split, join, by_part, spread, shards_of(placement))
+
+
+def by_parts(tiles: Tiles) -> Work:
+    """Split into logical parts, within a tile."""
+    return Work(tiles.split, tiles.join, tiles.by_part, lambda y, *names: y)
+
+
 def project_qkv(
-    config: TransformerConfig, weights: Params, y: jax.Array, shards: int = 1
+    config: TransformerConfig, weights: Params, y: jax.Array, work: Work | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute queries [B, T, H, h], keys and values [B, T, K, h]; the weights may be fused.
 
     With `output_gate` a gate follows the query of each head: [B, T, 2 H, h].
     """
+    work = work or by_partitioner(None)
+    queries = config.num_heads * (2 if config.output_gate else 1)
     if "wqkv" in weights:
         qkv = project(y, weights["wqkv"])
         if config.attention_bias:
             qkv = add_bias(qkv, weights["bqkv"])
-        queries = config.num_heads * (2 if config.output_gate else 1)
-        q, k, v = unfuse(qkv, (queries, *(config.num_kv_heads,) * 2), shards)
+        q, k, v = unfuse(qkv, (queries, *(config.num_kv_heads,) * 2), work.shards)
         return q, k, v
-    q, k, v = (project(y, weights[name]) for name in ("wq", "wk", "wv"))
+    q = work.split(y, weights["wq"], queries)
+    k, v = (work.split(y, weights[name], config.num_kv_heads) for name in ("wk", "wv"))
     if config.attention_bias:
         q, k, v = (add_bias(x, weights[name]) for x, name in ((q, "bq"), (k, "bk"), (v, "bv")))
     return q, k, v
 
 
-def project_gate_up(weights: Params, y: jax.Array, shards: int = 1) -> tuple[jax.Array, jax.Array]:
+def project_gate_up(
+    config: TransformerConfig, weights: Params, y: jax.Array, work: Work | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Compute gate and up [B, T, F] of the MLP; the weights may be fused."""
+    work = work or by_partitioner(None)
     if "w_gate_up" in weights:
         both = project(y, weights["w_gate_up"])
-        gate, up = unfuse(both, (both.shape[2] // 2,) * 2, shards)
+        gate, up = unfuse(both, (both.shape[2] // 2,) * 2, work.shards)
         return gate, up
-    return project(y, weights["w_gate"]), project(y, weights["w_up"])
+    gate, up = (work.split(y, weights[n], config.intermediate_size) for n in ("w_gate", "w_up"))
+    return gate, up
 
 
 def mixing(
     config: TransformerConfig,
-    record: list[Routing],
     *,
     placement: Placement | None,
     kernel: str,
     exchange: str = GATHER,
-    replay: jax.Array | None = None,
-    real: jax.Array | None = None,
 ) -> Mix:
-    """Return what `decoder_layer` calls for experts; it notes in `record` what the router did.
+    """Return what `decoder_layer` calls for experts, see `expert_mlp`."""
 
-    See `expert_mlp`.
-    """
-
-    def mix(weights: Params, y: jax.Array) -> jax.Array:
+    def mix(
+        weights: Params, y: jax.Array, replay: jax.Array | None, real: jax.Array | None
+    ) -> tuple[jax.Array, Routing]:
         assert config.experts is not None
-        act = ACTIVATIONS[config.activation]
-        out, routing = expert_mlp(
+        return expert_mlp(
             config.experts,
-            act,
+            ACTIVATIONS[config.activation],
             weights,
             y,
             placement=placement,
@@ -474,8 +519,6 @@ def mixing(
             replay=replay,
             real=real,
         )
-        record.append(routing)
-        return out
 
     return mix
 
@@ -531,7 +574,7 @@ def latent_attention(
     return spread(project(out, layer["wo"], contract=2), None)
 
 
-def decoder_layer(
+def decoder_layer(  # noqa: PLR0915
     config: TransformerConfig,
     layer: Params,
     x: jax.Array,
@@ -541,82 +584,148 @@ def decoder_layer(
     mix: Mix | None = None,
     recurrence: Recurrence | None = None,
     *,
+    replay: jax.Array | None = None,
+    real: jax.Array | None = None,
     absorbed: bool = False,
-) -> jax.Array:
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, Routing | None]:
     """Run one block; `attend` decides which keys there are.
 
-    attend(q, k, v, mask) takes q [B, T, H, h], k, v [B, K, T, h], the view's mask, and sinks [H] of
-    a model that has them; it returns [B, T, H, h]. x [B, T, D]; returns [B, T, D]. Heads and MLP
-    width are spread by `placement`. mix(weights, y) is the MLP of a layer with experts, see
-    `expert_mlp`; a layer that keeps a state in the place of keys and values goes by `recurrence`.
-    absorbed: latent attention asks the latents, see `cached_attention`: the matrices that would
-    make keys and values of them go into the queries, and into what comes back.
-    """
-    x, shards = checkpoint_name(x, LAYER_INPUT), shards_of(placement)
+    Args:
+        x: [B, T, D].
+        attend: (q, k, v, mask) -> [B, T, H, h], of q [B, T, H, h], k, v [B, K, T, h], the view's
+            mask, and sinks [H] of a model that has them.
+        placement: spreads heads and MLP width.
+        mix: the MLP of a layer with experts, see `expert_mlp`.
+        recurrence: by which a layer goes that keeps a state in the place of keys and values.
+        replay, real: see `expert_mlp`; with `tiles` real must be given.
+        absorbed: latent attention asks the latents, see `cached_attention`: the matrices that would
+            make keys and values of them go into the queries, and into what comes back.
+        tiles: all but the attention is computed a tile of tokens at a time, see `exact.py`.
 
-    def normed(y: jax.Array, name: str) -> jax.Array:
+    Returns:
+        [B, T, D], and what the router did.
+    """
+    x = checkpoint_name(x, LAYER_INPUT)
+    whole = by_partitioner(placement)
+
+    def normed(layer: Params, y: jax.Array, name: str) -> jax.Array:
         return normalise(y, rounded(layer[name], y.dtype), config)
 
-    def of_heads(y: jax.Array, name: str) -> jax.Array:
-        if config.qk_norm != "whole":
-            return normed(y, name)
-        scale = rounded(layer[name], y.dtype)  # [H, h], of all heads together
-        return normalise(y.reshape(*y.shape[:2], -1), scale.reshape(-1), config).reshape(y.shape)
+    def before(layer: Params, x: jax.Array, name: str) -> jax.Array:
+        return normed(layer, x, name) if config.pre_norms else x
 
-    def add(x: jax.Array, out: jax.Array, name: str) -> jax.Array:
-        out = normed(out, name) if config.post_norms else out
+    def add(layer: Params, x: jax.Array, out: jax.Array, name: str) -> jax.Array:
+        out = normed(layer, out, name) if config.post_norms else out
         return x + (out if config.residual_multiplier == 1 else config.residual_multiplier * out)
 
-    def spread(y: jax.Array, *names: str | None) -> jax.Array:
-        return constrain(y, ("batch", "seq", *names), placement)
+    def of_heads(y: jax.Array, scale: jax.Array) -> jax.Array:
+        scale = rounded(scale, y.dtype)
+        if config.qk_norm != "whole":
+            return normalise(y, scale, config)
+        # [H, h], of all heads together
+        return normalise(y.reshape(*y.shape[:2], -1), scale.reshape(-1), config).reshape(y.shape)
 
-    def attention(y: jax.Array) -> jax.Array:
-        q, k, v = project_qkv(config, layer, y, shards)
+    def ask(work: Work, layer: Params, given: tuple, turn: tuple) -> tuple:
+        """Return queries, keys and values of x, and the gate of what they find, or None."""
+        (x,), (cos, sin, growth), spread, gate = given, turn, work.spread, None
+        y = before(layer, x, "attn_norm")
+        q, k, v = project_qkv(config, layer, y, work)
         q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
-        gate = None
         if config.output_gate:
-            q, gate = jnp.split(q.reshape(*y.shape[:2], config.num_heads, -1), 2, axis=-1)
-        if config.qk_norm:
-            q, k = of_heads(q, "q_norm"), of_heads(k, "k_norm")
-        q, k = (rotate(x, view.cos, view.sin, config.rope_pairs) for x in (q, k))
-        if view.growth is not None:
-            q = q * view.growth.astype(q.dtype)
+            q, gate = jnp.split(q.reshape(*y.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
+
+        def turned(y: jax.Array, *scale: jax.Array) -> jax.Array:
+            y = of_heads(y, *scale) if config.qk_norm else y
+            return rotate(y, cos, sin, config.rope_pairs)
+
+        scales = [(layer["q_norm"],), (layer["k_norm"],)] if config.qk_norm else [(), ()]
+        q = work.by_part(turned, q, config.num_heads, *scales[0])
+        k = work.by_part(turned, k, config.num_kv_heads, *scales[1])
+        return q if growth is None else q * growth.astype(q.dtype), k, v, gate
+
+    def answer(work: Work, layer: Params, given: tuple, fixed: tuple) -> tuple:
+        """Return x with what attention found and what the MLP makes of it, see `decoder_layer`."""
+        x, out, gate = given
+        with jax.named_scope("attention"):
+            if gate is not None:
+                out = out * jax.nn.sigmoid(gate)
+            out = work.spread(work.join(out, layer["wo"], config.num_heads, contract=2), None)
+            out = add_bias(out, layer["bo"]) if config.attention_output_bias else out
+            x = add(layer, x, out, "attn_post_norm")
+        return feed_forward(work, layer, x, *fixed)
+
+    @jax.named_scope("mlp")
+    def feed_forward(
+        work: Work, layer: Params, x: jax.Array, replay: jax.Array | None, real: jax.Array | None
+    ) -> tuple[jax.Array, Routing | None]:
+        y, routing = before(layer, x, "mlp_norm"), None
+        if "router" in layer:
+            assert mix is not None
+            out, routing = mix(layer, y, replay, real)
+            out = work.spread(out, None)
+        else:
+            act, width = ACTIVATIONS[config.activation], config.intermediate_size
+            if config.gated_mlp:
+                gate, up = project_gate_up(config, layer, y, work)
+                hidden = work.spread(act(gate) * up, "mlp")
+            else:
+                hidden = work.spread(act(work.split(y, layer["w_up"], width)), "mlp")
+            out = work.spread(work.join(hidden, layer["w_down"], width), None)
+        return add(layer, x, out, "mlp_post_norm"), routing
+
+    def of_tokens(
+        run: Callable[..., Any],
+        given: tuple,
+        fixed: tuple,
+        widths: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> Any:
+        """Run a function of tokens; widths and outputs are of what it takes and makes."""
+        if tiles is None:
+            return run(whole, layer, given, fixed)
+        assert real is not None
+        return by_tokens(
+            lambda tiles, *rest: run(by_parts(tiles), *rest),
+            tiles,
+            layer,
+            Given(given, fixed, real),
+            dtype=x.dtype,
+            placement=placement,
+            specs=None if placement is None else specs_of_layer(config, layer, placement),
+            moved=widths,
+            outputs=outputs,
+        )
+
+    if "delta_out" in layer or "conv_out" in layer or config.latent is not None:
+        with jax.named_scope("attention"):
+            y = before(layer, x, "attn_norm")
+            if config.latent is not None:
+                parts = config, layer, y, view, attend, whole.spread
+                out = latent_attention(*parts, absorbed=absorbed)
+            elif "delta_out" in layer:
+                assert recurrence is not None
+                out = gated_delta_net(config, layer, y, recurrence, whole.spread, whole.shards)
+            else:
+                assert recurrence is not None
+                out = short_convolution(config, layer, y, recurrence)
+            x = add(layer, x, whole.spread(out, None), "attn_post_norm")
+        return feed_forward(whole, layer, x, replay, real)
+    with jax.named_scope("attention"):
+        turn = view.cos, view.sin, view.growth
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        q, k, v, gate = of_tokens(ask, (x,), turn, (0,), (heads, kv_heads, kv_heads, heads))
         sinks = (layer["sinks"],) if config.attention_sinks else ()
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask, *sinks)
         out = checkpoint_name(out, ATTENTION)
-        if gate is not None:
-            out = out * jax.nn.sigmoid(gate)
-        out = spread(project(out, layer["wo"], contract=2), None)
-        return add_bias(out, layer["bo"]) if config.attention_output_bias else out
+    return of_tokens(answer, (x, out, gate), (replay, real), (0, heads, heads), (0, 0))
 
-    def mixed(y: jax.Array) -> jax.Array:
-        if config.latent is not None:
-            return latent_attention(config, layer, y, view, attend, spread, absorbed=absorbed)
-        if "delta_out" in layer:
-            assert recurrence is not None
-            return spread(gated_delta_net(config, layer, y, recurrence, spread, shards), None)
-        if "conv_out" in layer:
-            assert recurrence is not None
-            return spread(short_convolution(config, layer, y, recurrence), None)
-        return attention(y)
 
-    with jax.named_scope("attention"):
-        out = mixed(normed(x, "attn_norm") if config.pre_norms else x)
-        x = add(x, out, "attn_post_norm")
-    with jax.named_scope("mlp"):
-        y = normed(x, "mlp_norm") if config.pre_norms else x
-        if "router" in layer:
-            assert mix is not None
-            out = spread(mix(layer, y), None)
-        else:
-            act = ACTIVATIONS[config.activation]
-            if config.gated_mlp:
-                gate, up = project_gate_up(layer, y, shards)
-                hidden = spread(act(gate) * up, "mlp")
-            else:
-                hidden = spread(act(project(y, layer["w_up"])), "mlp")
-            out = spread(project(hidden, layer["w_down"]), None)
-        return add(x, out, "mlp_post_norm")
+def specs_of_layer(config: TransformerConfig, layer: Params, placement: Placement) -> Params:
+    """Return how the weights of a layer lie on a mesh that computes with them."""
+    kinds = by_kind(config, logical_axes(config)["layers"]).values()
+    axes = {name: names[1:] for kind in kinds for name, names in kind.items()}
+    return {name: placement.whole_over_batch(w.shape, axes[name]) for name, w in layer.items()}
 
 
 def embed(
@@ -625,9 +734,20 @@ def embed(
     tokens: jax.Array,
     dtype: jnp.dtype,
     placement: Placement | None = None,
+    *,
+    tiles: Tiles | None = None,
+    real: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the token embeddings [B, T, D] in the compute dtype."""
-    x = look_up(params["embed"], tokens, dtype, placement)
+    """Return the token embeddings [B, T, D] in the compute dtype.
+
+    Args:
+        tiles, real: see `decoder_layer`; they only matter to the gradient.
+    """
+    if tiles is not None and tiles.full and real is not None:
+        where = {"placement": placement, "names": ("vocab", "embed")}
+        x = exact_look_up(tiles, params["embed"], tokens, real, dtype=dtype, **where)
+    else:
+        x = look_up(params["embed"], tokens, dtype, placement)
     if config.scale_embeddings:
         # Gemma rounds the factor to the compute dtype before it multiplies.
         return x * jnp.asarray(math.sqrt(config.hidden_size), dtype)
@@ -667,6 +787,7 @@ def forward(
     exchange: str = "auto",
     context: str = "auto",
     placement: Placement | None = None,
+    tiles: Tiles | None = None,
 ) -> jax.Array:
     """Compute the hidden states [B, T, D] before the final norm.
 
@@ -681,14 +802,15 @@ def forward(
         context: how rows that are spread over devices attend, of `context_attention`.
         placement: where rows, places, heads, experts and MLP width are spread, and parameters
             gathered from.
+        tiles: of the exact mode, see `exact.py`: one segment in each row, from its first token on.
     """
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
-    settings |= {"exchange": exchange, "context": context, "placement": placement}
+    settings |= {"exchange": exchange, "context": context, "placement": placement, "tiles": tiles}
     return routed_forward(config, params, tokens, positions, segment_ids, **settings)[0]
 
 
-def routed_forward(
+def routed_forward(  # noqa: PLR0915
     config: TransformerConfig,
     params: Params,
     tokens: jax.Array,
@@ -703,8 +825,10 @@ def routed_forward(
     placement: Placement | None,
     rule_kernel: str = REFERENCE,
     exchange: str = "auto",
+    tiles: Tiles | None = None,
     replay: jax.Array | None = None,
     observe: Callable[[Routing], Any] = lambda routing: (),
+    keep_states: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Compute what `forward` does, and what is to be known of the routers.
 
@@ -712,14 +836,22 @@ def routed_forward(
         replay: [Lx, B, T, k] ids of the experts of the Lx layers that have some, see `route`; None:
             every token chooses.
         observe: what to keep of the routing of a layer.
+        keep_states: keep the hidden states behind every layer, and nothing of routers.
 
     Returns:
         [B, T, D], and what was kept, stacked to [Lx, ...]; None where no layer has experts.
+        Hidden states are [L, B, T, D].
     """
     axes = by_kind(config, logical_axes(config)["layers"])
-    if placement is None or placement.size(placement.rules.seq) == 1:
+    real = segment_ids > 0
+    if tiles is not None:
+        mask = Segments(segment_ids, False)
+        ways = {"tiles": tiles, "kernel": kernel, "placement": placement}
+        attend: Any = functools.partial(exact_attention, **ways)
+        params = params | {"embed": rounded(params["embed"], dtype)}  # as the sampler has it
+    elif placement is None or placement.size(placement.rules.seq) == 1:
         mask = training_mask(segment_ids, kernel)
-        attend: Any = functools.partial(self_attention, kernel=kernel, placement=placement)
+        attend = functools.partial(self_attention, kernel=kernel, placement=placement)
     else:
         if config.attention_sinks:
             raise ValueError(
@@ -733,19 +865,21 @@ def routed_forward(
     attend = functools.partial(attend, config)
 
     recurrence = packed_recurrence(segment_ids, rule_kernel, placement)
+    where = placement if tiles is None else None  # within a tile each device is by itself
+    mix = mixing(config, placement=where, kernel=experts_kernel, exchange=exchange)
 
     def body(
         kind: str, x: jax.Array, layer: tuple[Params, LayerFlags, jax.Array | None]
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         names, (weights, flags, chosen) = axes[kind], layer
-        routing: list[Routing] = []
-        how = {"placement": placement, "kernel": experts_kernel, "exchange": exchange}
-        mix = mixing(config, routing, **how, replay=chosen, real=segment_ids > 0)
         whole = {
             name: gather_weight(w, names[name][1:], placement, dtype) for name, w in weights.items()
         }
-        x = decoder_layer(config, whole, x, view(flags), attend, placement, mix, recurrence)
-        return x, tuple(map(observe, routing))
+        how = placement, mix, recurrence
+        known = {"replay": chosen, "real": real, "tiles": tiles}
+        x, routing = decoder_layer(config, whole, x, view(flags), attend, *how, **known)
+        kept = () if routing is None else (observe(routing),)
+        return x, (x,) if keep_states else kept
 
     bodies = {kind: recompute(functools.partial(body, kind), remat) for kind in axes}
     whole_model = config.num_layers <= MAX_UNROLLED_LAYERS
@@ -769,7 +903,7 @@ def routed_forward(
             return x, None
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *observed)
 
-    x = embed(config, params, tokens, dtype, placement)
+    x = embed(config, params, tokens, dtype, placement, tiles=tiles, real=real)
     flags = jax.tree.map(jnp.asarray, layer_flags(config))
     model = Layers(by_kind(config, params["layers"]), flags, replay)
     observed: list[Any] = []

@@ -11,6 +11,7 @@ from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.files import writable_folder
 from jaxrl.models import hf
+from jaxrl.models.exact import choose_tiles
 from jaxrl.models.export import save_pretrained, untied
 from jaxrl.models.kernels.choice import Choice, facts_of
 from jaxrl.models.kernels.delta_rule import DELTA_RULE
@@ -139,6 +140,12 @@ def engine_of_run(
         experts_kernel=config.trainer.kernels.get(GROUPED_PRODUCT.name),
         rule_kernel=config.trainer.kernels.get(DELTA_RULE.name),
         keep_routes=replay != "off",
+        tiles=choose_tiles(
+            config.trainer.exact,
+            mesh.devices.flat[0].platform,
+            tokens=config.trainer.exact_tile,
+            parts=cfg.exact_parts(config),
+        ),
         **options,
     )
 

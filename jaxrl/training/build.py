@@ -17,6 +17,7 @@ from jaxrl.config.microbatching import (
     update_microbatching,
 )
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.exact import check_exact, choose_tiles
 from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of
 from jaxrl.models.experts import EXPERT
 from jaxrl.models.kernels.choice import REFERENCE, Choice, Operation, facts_of
@@ -276,6 +277,14 @@ def make_forward_pass(
     if parts > 1:
         kernels.append(Choice("context_attention", attends))
     kernels += expert_exchange(config, model, placement, role)
+    tiles = None
+    if role == "policy":
+        parts, platform = cfg.exact_parts(config), mesh.devices.flat[0].platform
+        tiles = choose_tiles(trainer.exact, platform, tokens=trainer.exact_tile, parts=parts)
+    if tiles is not None:
+        if not isinstance(model, TransformerConfig):
+            raise ValueError(f"trainer.exact={trainer.exact!r}: {model.name} is a flax module")
+        check_exact(model, tiles.parts)
     forward = functools.partial(
         state_values if values else log_probs_and_entropy,
         model,
@@ -292,6 +301,7 @@ def make_forward_pass(
         return ForwardPass(forward, place, microbatching, options={}, kernels=kernels)
     assert trainer.algorithm.temperature is not None  # resolved
     temperature = trainer.algorithm.temperature
+    forward = functools.partial(forward, tiles=tiles)
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
     options: dict[str, Any] = {"with_entropy": False}
@@ -432,6 +442,7 @@ def assemble_update(
         shardings=state_shardings,
         offloaded=_offloaded(trainer, role, state_shardings),
         options=options,
+        full=role == "policy" and trainer.exact == "full",
         microbatching=update_microbatching(
             config,
             batch_devices(mesh, placement.rules),

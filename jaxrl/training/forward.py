@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import Array, BoolBT, FloatBT, IntBT, entropy, keep_only, token_log_probs
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.exact import Tiles
+from jaxrl.models.exact_head import exact_scores, head_weights
 from jaxrl.models.experts import Load, Routing, load_of, router_terms
 from jaxrl.models.kernels import head_log_probs
 from jaxrl.models.kernels.choice import REFERENCE
@@ -65,6 +67,7 @@ def log_probs_and_entropy(
     routers: tuple[str, ...] = (),
     loads: bool = False,
     placement: Placement | None = None,
+    tiles: Tiles | None = None,
 ) -> Any:
     """Return the wanted tokens' log-probs given those before, and the entropy they were drawn from.
 
@@ -84,6 +87,8 @@ def log_probs_and_entropy(
         loads: return, beside all that, the `Load` of each layer with experts [Lx, ...].
         placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
             decides.
+        tiles: of the exact mode, in which the log-probs are the sampler's, see `models/exact.py`;
+            packed rows are unpacked first.
 
     Returns:
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
@@ -91,12 +96,12 @@ def log_probs_and_entropy(
         of the model held; T = L where `rows.source` is None. With `loads` a pair of these, a tuple,
         and them.
     """
-    rows = _spread(rows, placement)
+    rows = _spread(rows if tiles is None else _unpacked(rows), placement)
     params = with_dropout(params, rows.keys)
     given = params, rows.tokens, rows.positions, rows.segment_ids
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
-    settings |= {"exchange": exchange, "context": context, "placement": placement}
+    settings |= {"exchange": exchange, "context": context, "placement": placement, "tiles": tiles}
     terms: tuple[FloatBT, ...] = ()
     found_loads = None
     if routers or loads or rows.routes is not None:
@@ -117,6 +122,14 @@ def log_probs_and_entropy(
     else:
         hidden = forward(config, *given, **settings)
     with jax.named_scope("log_probs"):
+        if tiles is not None:
+            assert isinstance(config, TransformerConfig)
+            weights = head_weights(config, params, placement, dtype)
+            given = hidden, temperature, rows.targets, rows.kept, rows.wanted
+            where = {"dtype": dtype, "placement": placement}
+            scores = by_target(rows, *exact_scores(config, tiles, weights, *given, **where))
+            outputs = *scores, *terms
+            return (outputs, found_loads) if loads else outputs
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
         targets, wanted = Targets(rows.targets, rows.kept), rows.wanted
         if placement is None or placement.size(placement.rules.seq) == 1:  # the last has no target
@@ -177,6 +190,16 @@ def _spread(rows: ModelRows, placement: Placement | None) -> ModelRows:
     """Return rows of which each device has its tokens; `source` is whole, as losses are."""
     spread = spread_tokens(rows.replace(source=None), placement)
     return spread.replace(source=rows.source)
+
+
+def _unpacked(rows: ModelRows) -> ModelRows:
+    """Return rows [B, T] of one trajectory each."""
+    if rows.source is None:
+        return rows
+    whole = rows.replace(source=None)
+    return jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:]).at[rows.source].get(mode="fill", fill_value=0), whole
+    )
 
 
 def by_token(rows: ModelRows, *values: Array) -> tuple[Array, ...]:

@@ -2,8 +2,14 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxrl.config.generator import SamplingParams
-from jaxrl.config.objective_requirements import needs_old_log_probs
+from jaxrl.config.objective_requirements import (
+    needs_old_log_probs,
+    sampled_are_exact,
+    wants_old_log_probs,
+)
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.training.metrics import Metrics, check_surprise, mismatch_metrics
 from jaxrl.types import FloatBT, TrainBatch
@@ -37,6 +43,9 @@ def with_old_log_probs(
             )
         return batch.replace(old_log_probs=batch.rollout_log_probs), {}
     blind = batch.rollout_log_probs is None  # the sampler has none
+    if sampled_are_exact(settings) and wants_old_log_probs(settings) and not blind:
+        saved = {"exact/tokens_not_scored": float(np.asarray(batch.lengths).sum())}
+        return batch.replace(old_log_probs=batch.rollout_log_probs), saved
     if not (needs_old_log_probs(settings) or blind):
         return batch, {}
     old, entropy = forward(batch, blind)

@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.array_ops import Array
 from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
 from jaxrl.data.packing import group_numbers, minibatches, row_slices
+from jaxrl.models.exact import each
 from jaxrl.models.lora import trained, with_token_keys, with_trained
 from jaxrl.parallel.offload import on_device
 from jaxrl.training.forward_pass import ForwardPass
@@ -19,6 +21,74 @@ from jaxrl.types import CriticState, ModelRows, TrainBatch, TrainState
 
 State = TypeVar("State", TrainState, CriticState)
 Apply = Callable[..., tuple[Any, Metrics]]  # (state, gradients) -> state, metrics
+
+
+class RunningSum:
+    """Add up the gradients of microbatches one after the other."""
+
+    def __init__(self, zeros: Any) -> None:
+        self._sum = zeros
+
+    def add(self, accumulate: Callable[..., tuple[Any, Metrics]], *given: Any) -> Metrics:
+        """Add what `accumulate(sum, *given)` adds to the sum, and return its metrics."""
+        self._sum, metrics = accumulate(self._sum, *given)
+        return metrics
+
+    def finish(self) -> Any:
+        """Return the sum."""
+        return self._sum
+
+
+class PairwiseSum:
+    """Add up the gradients of microbatches in a balanced tree: neighbours, then neighbouring sums.
+
+    With microbatches of 2^k rows, which are added up in such a tree themselves, it is the same tree
+    for every k. It holds a sum of each size that waits for its neighbour: log2 of their number.
+
+    Args:
+        zeros: makes a sum of nothing.
+        plus: of two sums, the earlier one first, which it may donate.
+        tie: makes the gradient of a sum.
+    """
+
+    def __init__(
+        self,
+        zeros: Callable[[], Any],
+        plus: Callable[[Any, Any], Any],
+        tie: Callable[[Any], Any],
+    ) -> None:
+        self._zeros, self._plus, self._tie = zeros, plus, tie
+        self._waiting: dict[int, Any] = {}  # by log2 of the microbatches in it
+
+    def add(self, accumulate: Callable[..., tuple[Any, Metrics]], *given: Any) -> Metrics:
+        """Add what `accumulate(zeros, *given)` returns, and return its metrics."""
+        new, metrics = accumulate(self._zeros(), *given)
+        level = 0
+        while level in self._waiting:
+            new, level = self._plus(self._waiting.pop(level), new), level + 1
+        self._waiting[level] = new
+        return metrics
+
+    def finish(self) -> Any:
+        """Return the sum; what waits for a neighbour that does not come is added to the earlier."""
+        last, *earlier = [self._waiting[level] for level in sorted(self._waiting)]
+        for sum_of_more in earlier:
+            last = self._plus(sum_of_more, last)
+        return self._tie(last)
+
+
+def untied(params: Any) -> Any:
+    """Return parameters of which each is used once: the head apart from the embeddings.
+
+    What a matrix gets from two uses would be added up microbatch by microbatch.
+    """
+    return params if "unembed" in params else params | {"unembed": params["embed"].T}
+
+
+def tied(gradients: Any) -> Any:
+    """Return the gradient of parameters from that of `untied`, of a model whose head is tied."""
+    rest = {name: g for name, g in gradients.items() if name != "unembed"}
+    return rest | {"embed": gradients["embed"] + gradients["unembed"].T}
 
 
 class Updater:
@@ -34,6 +104,8 @@ class Updater:
         options: of the forward pass.
         offloaded: shardings between updates of the parts of the state that wait in host memory, by
             name.
+        full: add up gradients in a tree over the rows of the minibatch, see `trainer.exact`; a
+            microbatch has 2^k rows.
     """
 
     def __init__(
@@ -46,11 +118,19 @@ class Updater:
         microbatching: Microbatching,
         offloaded: Mapping[str, Any] = MappingProxyType({}),
         options: Mapping[str, Any] = MappingProxyType({}),
+        full: bool = False,
     ) -> None:
+        self.full = full
         self.objective, self.microbatching, self.offloaded = objective, microbatching, offloaded
         self.forward_pass, self.place = forward_pass, forward_pass.place
         self.options = dict(options)
         loads = bool(options.get("loads"))
+        of_gradients = shardings.params
+        if full and "unembed" not in shardings.params:
+            spec = PartitionSpec(*shardings.params["embed"].spec[::-1])
+            mesh = shardings.params["embed"].mesh
+            of_gradients = of_gradients | {"unembed": NamedSharding(mesh, spec)}
+        variables = untied if full else trained
 
         def forward(params: Any, rows: ModelRows) -> tuple[tuple[Array, ...], Metrics]:
             """Return the outputs, and what is to be known of experts."""
@@ -61,28 +141,39 @@ class Updater:
             grads: Any, params: Any, rows: ModelRows, batch: TrainBatch, weights: Any, key: Array
         ) -> Any:
             outputs, to_params, of_experts = jax.vjp(
-                lambda new: forward(with_trained(params, new), rows), trained(params), has_aux=True
+                lambda new: forward(with_trained(params, new), rows),
+                variables(params),
+                has_aux=True,
             )
             slope = jax.grad(objective.loss, tuple(range(len(outputs))), has_aux=True)
             cotangents, metrics = slope(*outputs, batch, weights, key)
+            if full:  # of each row alone: what is fused may be rounded by the shape of the whole
+
+                def of_row(row: tuple) -> tuple[Array, ...]:
+                    found, *others = jax.tree.map(lambda x: x[None], row)
+                    return jax.tree.map(lambda x: x[0], slope(*found, *others, key)[0])
+
+                cotangents = each(of_row, (outputs, batch, weights))
             return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), metrics | of_experts
 
         def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
             _, to_params, of_experts = jax.vjp(
-                lambda new: forward(with_trained(params, new), rows), trained(params), has_aux=True
+                lambda new: forward(with_trained(params, new), rows),
+                variables(params),
+                has_aux=True,
             )
             return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), of_experts
 
         self.zeros = jax.jit(
-            lambda params: jax.tree.map(jnp.zeros_like, trained(params)),
-            out_shardings=shardings.params,
+            lambda params: jax.tree.map(jnp.zeros_like, variables(params)),
+            out_shardings=of_gradients,
         )
-        self.accumulate = jax.jit(
-            accumulate, donate_argnums=0, out_shardings=(shardings.params, None)
+        self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(of_gradients, None))
+        self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=(of_gradients, None))
+        self.add = jax.jit(
+            lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0, out_shardings=of_gradients
         )
-        self.pull_back = jax.jit(
-            pull_back, donate_argnums=0, out_shardings=(shardings.params, None)
-        )
+        self.tie = jax.jit(tied, out_shardings=shardings.params)
 
         def cotangents(*given: Any) -> Any:  # (*outputs, batch, weights, key)
             every_output = tuple(range(len(given) - 3))
@@ -153,7 +244,7 @@ class Updater:
         longest rows first and cut to the bucket of the longest: its cotangent is taken on the [B,
         T] log-probs of a gradient-free pass and pulled back microbatch by microbatch.
         """
-        lengths, grads, metrics = np.asarray(minibatch.lengths), self.zeros(params), []
+        lengths, metrics = np.asarray(minibatch.lengths), []
         if self._sees_whole_minibatch(minibatch) and not self.microbatching.is_single(lengths):
             # as if it were one microbatch: a scalar loss may count what is masked
             widths = self.microbatching.widths
@@ -163,32 +254,39 @@ class Updater:
             seen = self.objective.seen(minibatch)
             cotangents, metrics = self.cotangents(*outputs, seen, weights, key)
             cotangents = jax.device_get(cotangents)
-            grads, of_experts = self.pulled_back(grads, params, minibatch, cotangents, key)
+            grads, of_experts = self.pulled_back(params, minibatch, cotangents, key)
             return grads, [metrics | of_experts]
         tree = self.objective.seen(minibatch), weights
         parts = microbatches(tree, minibatch, self.microbatching)
+        total = self._total(params)
         for _, host_rows, on_host in parts:
             keyed_rows = with_token_keys(params, host_rows, on_host[0].row_ids, key)
             rows, (batch, token_weights) = self.place((keyed_rows, on_host))
-            grads, part = self.accumulate(grads, params, rows, batch, token_weights, key)
-            metrics.append(part)
-        return grads, metrics
+            given = params, rows, batch, token_weights, key
+            metrics.append(total.add(self.accumulate, *given))
+        return total.finish(), metrics
+
+    def _total(self, params: Any) -> "RunningSum | PairwiseSum":
+        """Return what gradients of microbatches are added to."""
+        if not self.full:
+            return RunningSum(self.zeros(params))
+        tie = self.tie if "unembed" not in params else lambda grads: grads
+        return PairwiseSum(lambda: self.zeros(params), self.add, tie)
 
     def pulled_back(
-        self, grads: Any, params: Any, batch: TrainBatch, cotangents: Any, key: Array
+        self, params: Any, batch: TrainBatch, cotangents: Any, key: Array
     ) -> tuple[Any, Metrics]:
-        """Add to `grads` the gradient from cotangents of log-probs and entropy, [B, T] each.
+        """Return the gradient from cotangents of log-probs and entropy, [B, T] each.
 
         Returns:
             The gradient, and what is to be known of experts, added up.
         """
-        tree, found = (batch.row_ids, cotangents), []
+        tree, found, total = (batch.row_ids, cotangents), [], self._total(params)
         for _, host_rows, (row_ids, on_host) in microbatches(tree, batch, self.microbatching):
             keyed_rows = with_token_keys(params, host_rows, row_ids, key)
             rows, cotangent = self.place((keyed_rows, on_host))
-            grads, of_experts = self.pull_back(grads, params, rows, cotangent)
-            found.append(of_experts)
-        return grads, jax.tree.map(lambda *parts: sum(parts), *found)
+            found.append(total.add(self.pull_back, params, rows, cotangent))
+        return total.finish(), jax.tree.map(lambda *parts: sum(parts), *found)
 
     def warm_up(self, params: Any, minibatch: TrainBatch) -> None:
         """Compile `update`, all but `apply`, for all microbatches of trajectories of this length.
@@ -209,7 +307,7 @@ class Updater:
                 self.gradients(params, part, weight, key)
                 continue
             outputs = self._whole_outputs(params, part, key)
-            self.pulled_back(self.zeros(params), params, part, outputs, key)
+            self.pulled_back(params, part, outputs, key)
 
     def _whole_outputs(self, params: Any, batch: TrainBatch, key: Array) -> tuple[np.ndarray, ...]:
         """Return the outputs of the pass that is pulled back through: in the same cuts."""

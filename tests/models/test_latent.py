@@ -100,9 +100,9 @@ def test_both_forms_are_one_function(query_rank):
 
         return attend
 
-    made = decoder_layer(config, layer, x, view, attend_as(config))
+    made, _ = decoder_layer(config, layer, x, view, attend_as(config))
     kept = attend_as(cached_attention(config))
-    asked = decoder_layer(config, layer, x, view, kept, absorbed=True)
+    asked, _ = decoder_layer(config, layer, x, view, kept, absorbed=True)
     np.testing.assert_allclose(asked, made, atol=2e-6)
     assert heads == [((2, 5, 4, 9), (2, 4, 5, 9)), ((2, 5, 4, 10), (2, 1, 5, 10))]
 

@@ -18,6 +18,7 @@ from jaxrl.models import (
 )
 from jaxrl.models.linear import add_bias, rounded
 from jaxrl.models.transformer import (
+    by_partitioner,
     embed,
     fuse_projections,
     is_spec,
@@ -145,8 +146,12 @@ def test_logits_depend_on_relative_positions_only(config):
 def test_fused_projections_are_the_projections(shards):
     layer = jax.tree.map(lambda x: x[0], random_params(EVERYTHING)["layers"])
     y = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 32)), jnp.float32)
+    work = by_partitioner(None)._replace(shards=shards)
     found, expected = (
-        [*project_qkv(EVERYTHING, weights, y, shards), *project_gate_up(weights, y, shards)]
+        [
+            *project_qkv(EVERYTHING, weights, y, work),
+            *project_gate_up(EVERYTHING, weights, y, work),
+        ]
         for weights in (fuse_projections(layer, shards), layer)
     )
     for a, b in zip(found, expected, strict=True):

@@ -19,6 +19,7 @@ from flax import struct
 
 from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import scale, softcap
+from jaxrl.models.exact import Tiles, alone
 from jaxrl.models.kernels.choice import (
     AMPERE,
     HOPPER,
@@ -71,25 +72,36 @@ class Pages(struct.PyTreeNode):
             array [P, p, 2 K, h], which the TPU's kernel reads, the keys of head k at 2 k, its
             values at 2 k + 1. There K and h are rounded up to what the kernel takes; zeros fill it.
             "shared" has keys [P, p, K, h], which are the values, too: of latent attention.
+        apart: devices may have some positions of each page, where they cannot have some heads.
     """
 
     arrays: tuple[Array, ...]
     kv_heads: int = struct.field(pytree_node=False)
     layout: Layout = struct.field(pytree_node=False)
+    apart: bool = struct.field(pytree_node=False, default=True)
 
     @classmethod
     def empty(
-        cls, config: TransformerConfig, pages: int, size: int, dtype: Any, *, layout: Layout
+        cls,
+        config: TransformerConfig,
+        pages: int,
+        size: int,
+        dtype: Any,
+        *,
+        layout: Layout,
+        heads: int | None = None,
+        apart: bool = True,
     ) -> "Pages":
-        """Make `pages` pages of `size` positions."""
-        heads, width = config.num_kv_heads, config.head_dim
+        """Make `pages` pages of `size` positions, of all heads of the model or of some."""
+        heads, width = heads or config.num_kv_heads, config.head_dim
         shapes = {
             "transposed": ((pages, heads, width, size), (pages, heads, size, width)),
             "joined": ((pages, size, _rows_of_tpu(2 * heads, dtype), width + -width % LANES),),
             "apart": ((pages, size, heads, width),) * 2,
             "shared": ((pages, size, heads, width),),
         }[layout]
-        return cls(tuple(jnp.zeros(shape, dtype) for shape in shapes), heads, layout)
+        arrays = tuple(jnp.zeros(shape, dtype) for shape in shapes)
+        return cls(arrays, config.num_kv_heads, layout, apart)
 
     @property
     def head_axis(self) -> int:
@@ -131,6 +143,11 @@ class Pages(struct.PyTreeNode):
             found *= 2
         keys, values = (x.reshape(rows, -1, heads, width) for x in found)
         return keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
+
+    def parts(self, number: int) -> list[tuple[Array, ...]]:
+        """Return the arrays of some heads each, in their order; see `arrays`."""
+        split = [jnp.split(x, number, axis=self.head_axis) for x in self.arrays]
+        return list(zip(*split, strict=True))
 
     def write(self, ids: Array, offsets: Array, k: Array, v: Array) -> "Pages":
         """Put tokens into pages.
@@ -176,9 +193,10 @@ def paged_attention(
     first: Array,
     sinks: Array | None = None,
     *,
-    sliding: bool = False,
+    sliding: bool | Array = False,
     kernel: str = REFERENCE,
     axis: MeshAxes = None,
+    tiles: Tiles | None = None,
 ) -> Array:
     """Attend from the positions of each row to all before them, and to themselves.
 
@@ -192,11 +210,14 @@ def paged_attention(
         axis: mesh axes over which the positions of every page are spread, in a `shard_map`: device
             i of n has those from i p / n on. That is done in plain XLA, whatever the kernel: none
             gives the sums of its softmax.
+        tiles: of the exact mode, in place of the kernel.
 
     Returns:
         [R, Q, H, h].
     """
-    window = config.sliding_window if sliding else None
+    window: Any = config.sliding_window if sliding is True else None
+    if isinstance(sliding, jax.Array) and config.sliding_window is not None:
+        window = jnp.where(sliding, config.sliding_window, jnp.iinfo(jnp.int32).max)
     settings = {"scale": scale(config), "cap": config.attention_softcap, "window": window}
     rows, queries, _, width = q.shape
     grouped = q.reshape(rows, queries, -1, config.num_heads // config.num_kv_heads, width)
@@ -206,11 +227,62 @@ def paged_attention(
     run = PAGED_ATTENTION.implementations[kernel].run
     if axis is not None:
         run = functools.partial(by_pages, axis=axis)
+    if tiles is not None:
+        run = functools.partial(by_tiles, tiles=tiles)
     if sinks is not None:
         of_heads = jnp.pad(sinks.reshape(heads, -1), room[2:3] + ((0, 0),))
         settings["sinks"] = of_heads.astype(jnp.float32)
     out = run(padded.reshape(rows, queries, -1, pages.width), pages, table, first, **settings)
     return out.reshape(padded.shape)[:, :, :heads, :, :width].reshape(q.shape).astype(q.dtype)
+
+
+def by_tiles(
+    q: Array,
+    pages: Pages,
+    table: Array,
+    first: Array,
+    *,
+    tiles: Tiles,
+    **settings: Any,
+) -> Array:
+    """Attend as `by_pages` does, in the tiles of the exact mode: Q divides `tiles.queries`, or is
+    a multiple of them."""
+    asked = min(q.shape[1], tiles.queries)
+    many = q.shape[1] // asked
+    asks = q.reshape(-1, asked, *q.shape[2:])
+    asks = jnp.pad(asks, ((0, 0), (0, tiles.queries - asked), (0, 0), (0, 0)))
+    begins = first[:, None] + asked * jnp.arange(many)
+    begins = jnp.where(first[:, None] < 0, -1, begins).reshape(-1)
+    table = jnp.repeat(table, many, axis=0)
+    number, padding = len(asks), -len(asks) % tiles.rows
+    order = jnp.argsort(-begins)  # alike beside each other
+    begins = jnp.pad(begins[order], (0, padding), constant_values=-1)
+    order = jnp.pad(order, (0, padding))
+    step = max(BLOCK_POSITIONS // pages.size, 1) if pages.layout != "transposed" else 1
+    sinks, here = settings.pop("sinks", None), 1  # logical parts of the heads, each by itself
+    if tiles.is_split(pages.kv_heads):
+        here = pages.heads * tiles.parts // pages.kv_heads
+    of_parts = pages.parts(here)
+    if sinks is not None:
+        sinks = sinks.reshape(here, -1, sinks.shape[1])
+    run = functools.partial(attend, **{"sinks": None, **settings}, step=step, axis=None)
+
+    def one(tile: tuple[Array, Array, Array]) -> Array:
+        some, some_table, some_begins = tile
+        found = []
+        for asks_of, arrays in zip(jnp.split(some, here, axis=2), of_parts, strict=True):
+            of_part = functools.partial(run, pages=pages.replace(arrays=arrays), asked=asked)
+            given = {"q": asks_of, "table": some_table, "first": some_begins}
+            if sinks is not None:
+                given["sinks"] = sinks[len(found)]
+            reached = (some_begins >= 0).any()
+            found.append(alone(lambda given, go=of_part: go(**given), given, when=reached))
+        return jnp.concatenate(found, axis=2)
+
+    given = asks[order], table[order], begins
+    cut = jax.tree.map(lambda x: x.reshape(-1, tiles.rows, *x.shape[1:]), given)
+    out = jax.lax.map(one, cut).reshape(-1, *asks.shape[1:])[:number, :asked]
+    return jnp.zeros_like(out).at[order[:number]].set(out).reshape(q.shape)
 
 
 def paged_kernel(facts: Facts, named: str | None = None) -> str:
@@ -263,7 +335,7 @@ def in_tiles(q: Array, pages: Pages, table: Array, first: Array, **settings: Any
     return jnp.zeros_like(out).at[order[:rows]].set(out)
 
 
-def attend(
+def attend(  # noqa: PLR0915
     q: Array,
     pages: Pages,
     table: Array,
@@ -271,17 +343,21 @@ def attend(
     *,
     scale: float,
     cap: float | None,
-    window: int | None,
+    window: Array | int | None,
     step: int,
     axis: MeshAxes,
     sinks: Array | None,  # [K, G] float32
+    asked: int | None = None,
 ) -> Array:
     """Attend to `step` pages of every row at a time.
+
+    In the exact mode only the first `asked` queries are any.
 
     The softmax goes along (Milakov and Gimelshein 2018, arXiv:1805.02867), so that no score is kept
     beyond its step.
     """
     rows, queries, heads, width = q.shape
+    exact, asked = asked is not None, asked or queries
     count, devices, device = pages.heads, 1, 0
     if axis is not None:
         devices, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -298,7 +374,7 @@ def attend(
         ids = jax.lax.dynamic_slice_in_dim(table, number * step, step, axis=1)
         keys, values = pages.read(ids)
         seen = number * span + here
-        written = seen < first[:, None] + queries
+        written = seen < first[:, None] + asked
         # behind its end a row has pages of others, whatever is in them: 0 x inf is no number
         values = jnp.where(written[:, None, :, None], values, 0)
         scores = softcap(einsum_float32("rkqh,rkhp->rkqp", flat, keys) * scale, cap)
@@ -316,7 +392,7 @@ def attend(
 
     lowest = jnp.full(flat.shape[:-1], jnp.finfo(jnp.float32).min)
     nothing = lowest, jnp.zeros_like(lowest), jnp.zeros(flat.shape, jnp.float32)
-    end = jnp.where(first.max() < 0, 0, -(-(first.max() + queries) // span))
+    end = jnp.where(first.max() < 0, 0, -(-(first.max() + asked) // span))
     begin = 0
     if window is not None:  # what the first of them sees
         earliest = jnp.where(first < 0, first.max(), first).min()
@@ -332,7 +408,9 @@ def attend(
         highest = jnp.maximum(most, sink)
         shrink = jnp.exp(most - highest)
         total, mixed = total * shrink + jnp.exp(sink - highest), mixed * shrink[..., None]
-    out = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    # in the exact mode never a division, which XLA makes a product or not
+    out = mixed / total if not exact else mixed * jax.lax.optimization_barrier(1 / total)
     out = out.reshape(grouped.shape).transpose(0, 3, 1, 2, 4)
     return out.reshape(rows, queries, heads, width)
 

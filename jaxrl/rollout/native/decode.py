@@ -14,7 +14,7 @@ of a tile, G parts of the batch (see kv_cache.py).
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ from jaxrl.models.architecture import (
     layer_stacks,
 )
 from jaxrl.models.attention import Segments, layer_views
+from jaxrl.models.exact import Tiles
+from jaxrl.models.exact_head import exact_logits, exact_scores_of_logits
 from jaxrl.models.experts import Routing
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.paged_attention import Pages
@@ -200,11 +202,11 @@ class Run(struct.PyTreeNode):
 
 
 def decode_params(
-    config: TransformerConfig, params: Params, dtype: jnp.dtype, *, shards: int = 1
+    config: TransformerConfig, params: Params, dtype: jnp.dtype, *, shards: int | None = 1
 ) -> Params:
     """Return the decode layout: adapters merged, cast, layers a tuple and fused, the head [D, V].
 
-    Fused for `shards` devices over which heads and MLP width are split.
+    Fused for `shards` devices over which heads and MLP width are split; None = not fused.
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
@@ -222,11 +224,11 @@ def in_order(config: TransformerConfig, layers: Mapping[str, Sequence[Any]]) -> 
     return tuple(layer for run in layer_runs(config) for layer in layers[run.kind][run.in_stack])
 
 
-def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, shards: int) -> tuple:
+def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, shards: int | None) -> tuple:
     """Return the decode layout of `count` stacked layers."""
     cast = jax.tree.map(lambda x: x.astype(dtype), merge(stacked))
     layers = [jax.tree.map(lambda x, i=i: x[i], cast) for i in range(count)]
-    return tuple(fuse_projections(layer, shards) for layer in layers)
+    return tuple(layers if shards is None else (fuse_projections(x, shards) for x in layers))
 
 
 def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
@@ -248,6 +250,7 @@ def decode(
     kernel: str = REFERENCE,
     experts_kernel: str = REFERENCE,
     rule_kernel: str = REFERENCE,
+    tiles: Tiles | None = None,
 ) -> tuple[Cache, Rows, Block]:
     """Prefill chunks of prompts, and draw up to `steps` tokens for every row, step by step.
 
@@ -257,6 +260,7 @@ def decode(
     Args:
         kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
             `DELTA_RULE`.
+        tiles: of the exact mode.
     """
     size, features = len(rows.live), rows.features
     alternatives = (size, steps, min(features.alternatives, config.vocab_size))
@@ -279,7 +283,7 @@ def decode(
         ),
     )
     settings: dict[str, Any] = {"placement": placement, "kernel": kernel}
-    settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
+    settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel, "tiles": tiles}
     layers = functools.partial(run_layers, config, params, **settings)
 
     def prefill(chunk: Array, cache: Cache) -> Cache:
@@ -306,8 +310,9 @@ def decode(
         first = jnp.where(live, run.position, -1)
         given = rows.table, first, live.astype(jnp.int32), places
         x, cache = layers(cache, run.last_token[:, None], *given)
-        logits = unembed(config, params, x[:, 0])
-        return step + 1, draw(run.replace(cache=cache), logits, rows, live, placement)
+        logits = logits_of(config, params, x, live, placement=placement, tiles=tiles)
+        run = run.replace(cache=cache)
+        return step + 1, draw(config, run, logits, rows, live, placement, tiles)
 
     run = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), run))[1]
     after = rows.replace(
@@ -327,6 +332,42 @@ def _seen(config: TransformerConfig, history: Array) -> Array:
     return jnp.zeros((len(history), config.vocab_size), bool).at[rows, at].set(True, mode="drop")
 
 
+def logits_of(
+    config: TransformerConfig,
+    params: Params,
+    x: Array,
+    live: Array,
+    *,
+    placement: Placement | None,
+    tiles: Tiles | None,
+) -> Array:
+    """Return float32 logits [B, V] of hidden states [B, 1, D]; anything where not `live` [B]."""
+    if tiles is None:
+        return unembed(config, params, x[:, 0])
+    head = {name: params[name] for name in ("final_norm", "unembed")}
+    return exact_logits(config, tiles, head, x, live[:, None], placement=placement)[:, 0]
+
+
+def states_of_layers(
+    config: TransformerConfig,
+    params: Params,
+    cache: Cache,
+    *given: Array,
+    every: bool,
+    **settings: Any,
+) -> tuple[Array, Cache]:
+    """Return hidden states [S, B, T, D] and the cache, as a block does, for those who look at them.
+
+    Args:
+        given: tokens, table, first and count of `run_layers`.
+        every: behind each of the L layers, S = L; otherwise S = 1, behind the last.
+        settings: of `run_layers`.
+    """
+    states: list[Array] = []
+    x, cache = run_layers(config, params, cache, *given, note_states=states.append, **settings)
+    return jnp.stack(states) if every else x[None], cache
+
+
 def run_layers(
     config: TransformerConfig,
     params: Params,
@@ -341,6 +382,8 @@ def run_layers(
     kernel: str,
     experts_kernel: str,
     rule_kernel: str = REFERENCE,
+    tiles: Tiles | None = None,
+    note_states: Callable[[Array], None] = lambda x: None,
 ) -> tuple[Array, Cache]:
     """Return the hidden states [B, T, D] of tokens, and the cache with what is to be kept of them.
 
@@ -348,6 +391,7 @@ def run_layers(
         tokens: [B, T] neighbouring tokens of each row.
         table, first, count: see `write_and_attend`.
         places: where the states of the rows are; None = the model keeps none.
+        note_states: gets the hidden states behind each layer.
     """
     positions = first[:, None] + jnp.arange(tokens.shape[1])
     view = layer_views(config, Segments(positions, False), positions, positions)
@@ -355,7 +399,11 @@ def run_layers(
     new: list[Pages] = []
     states: list[States] = list(cache.states)
     routing: list[Routing] = []
-    mix = mixing(config, routing, placement=placement, kernel=experts_kernel)
+    where = placement if tiles is None else None  # within a tile each device is by itself
+    mix = mixing(config, placement=where, kernel=experts_kernel)
+    real = None
+    if tiles is not None:
+        real = (jnp.arange(tokens.shape[1]) < count[:, None]) & (first >= 0)[:, None]
     kept = 0  # layers so far that keep a state
     for layer, mixer, *flags in zip(
         params["layers"], layer_mixers(config), *layer_flags(config), strict=True
@@ -370,6 +418,7 @@ def run_layers(
                 sliding=sliding,
                 kernel=kernel,
                 placement=placement,
+                tiles=tiles,
             )
             new.append(pages)
             return out
@@ -383,7 +432,10 @@ def run_layers(
             kept += 1
         of_layer = view(LayerFlags(*flags))
         parts = placement, mix, recurrence
-        x = decoder_layer(config, layer, x, of_layer, attend, *parts, absorbed=True)
+        how = {"absorbed": True, "real": real, "tiles": tiles}
+        x, of_router = decoder_layer(config, layer, x, of_layer, attend, *parts, **how)
+        note_states(x)
+        routing += [] if of_router is None else [of_router]
     routes = cache.routes
     if routes is not None:
         chosen = jnp.concatenate([of_layer.ids for of_layer in routing], axis=-1)
@@ -404,7 +456,13 @@ class Choice(NamedTuple):
 
 
 def draw(
-    run: Run, logits: Array, rows: Rows, live: Array, placement: Placement | None = None
+    config: TransformerConfig,
+    run: Run,
+    logits: Array,
+    rows: Rows,
+    live: Array,
+    placement: Placement | None = None,
+    tiles: Tiles | None = None,
 ) -> Run:
     """Sample the next token of every live row [B], and note which rows end with it."""
     index, block = jnp.arange(len(run.done)), run.block
@@ -421,6 +479,13 @@ def draw(
             check_vma=False,  # of what a loop with collectives returns it is not known
         )
     choice = choose(logits, run.seen, rows.replace(history=None), position, drawn)
+    if tiles is not None:
+        ids = choice.sampling_mask_ids
+        of_rows = rows.temperature, choice.token, ids if ids.shape[1] else None, live
+        given = jax.tree.map(lambda x: x[:, None], (logits, *of_rows))
+        scores = exact_scores_of_logits(config, tiles, *given, placement=placement)
+        plain = (rows.repetition_penalty == 1) & (drawn >= rows.min_tokens)
+        choice = choice._replace(log_prob=jnp.where(plain, scores[:, 0], choice.log_prob))
     at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
     hit = (choice.token[:, None] == rows.stop_ids).any(-1) & live
 

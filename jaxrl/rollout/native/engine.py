@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl import activity
+from jaxrl.models.exact import Tiles
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel.compilation import Call
 from jaxrl.rollout.native.decode import Block, Features, Rows
@@ -101,6 +102,8 @@ class NativeEngine(SampleThread):
         programs: makes the device side.
         keep_routes: completions tell the experts of every token that was computed, of the prompt
             too: those of the keys and values that its sample was drawn from.
+        tiles: of the exact mode: what a sample gets depends on nothing but its tokens, and the
+            trainer computes the same.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -132,6 +135,7 @@ class NativeEngine(SampleThread):
         rule_kernel: str | None = None,
         platform: str | None = None,
         keep_routes: bool = False,
+        tiles: Tiles | None = None,
         programs: Callable[..., Programs] = Programs,
     ) -> None:
         super().__init__()
@@ -176,6 +180,7 @@ class NativeEngine(SampleThread):
             rule_kernel=rule_kernel,
             platform=platform,
             keep_routes=keep_routes,
+            tiles=tiles,
         )
         self.keep_routes = keep_routes
         self.table = SlotTable(

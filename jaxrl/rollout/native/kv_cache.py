@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl.models.architecture import SOFTMAX, cached_attention, layers_with, routes_shape
+from jaxrl.models.exact import Tiles
 from jaxrl.models.kernels.paged_attention import Layout, Pages, paged_attention
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import MeshAxes, Placement
@@ -49,10 +50,11 @@ def empty_cache(
     layout: Layout,
     keep_routes: bool = False,
     states: int = 0,
+    apart: bool = True,
 ) -> Cache:
-    """Make a cache of `pages` pages of `size` positions; `layout` as in `Pages`."""
+    """Make a cache of `pages` pages of `size` positions; `layout`, `apart` as in `Pages`."""
     layers = tuple(
-        Pages.empty(cached_attention(config), pages, size, dtype, layout=layout)
+        Pages.empty(cached_attention(config), pages, size, dtype, layout=layout, apart=apart)
         for _ in range(layers_with(config, SOFTMAX))
     )
     kept = empty_states(config, states, dtype)
@@ -78,6 +80,7 @@ def write_and_attend(
     sliding: bool,
     kernel: str,
     placement: Placement | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Pages, Array]:
     """Put tokens of each row into its pages, and attend from them to all that the row has.
 
@@ -87,7 +90,7 @@ def write_and_attend(
         table: [B, C] where the pages of a row are.
         first: [B]; below 0, the row is none.
         count: [B] of its tokens that are real. The others are not written, and get anything.
-        sinks, sliding, kernel: see `paged_attention`.
+        sinks, sliding, kernel, tiles: see `paged_attention`.
         placement: the mesh that rows and heads are split over; None = one device.
 
     Returns:
@@ -117,7 +120,8 @@ def write_and_attend(
             ids, at = jnp.where(here, ids, pages), at % layer.size
         layer = layer.write(ids, at, *flat)
         given = cached_attention(config), q, layer, table, first, *sinks
-        out = paged_attention(*given, sliding=sliding, kernel=kernel, axis=by_position)
+        how = {"kernel": kernel, "axis": by_position, "tiles": tiles}
+        out = paged_attention(*given, sliding=sliding, **how)
         return layer, out
 
     if placement is not None:
@@ -262,7 +266,7 @@ def _axes(layer: Pages, placement: Placement) -> tuple[MeshAxes, MeshAxes]:
     if layer.heads % devices:  # with those that fill the array up
         by_head = None
     runs_out = by_head is None and devices > 1 and layer.size % devices == 0
-    return by_head, axes if runs_out else None
+    return by_head, axes if runs_out and layer.apart else None
 
 
 def _split(layer: Pages, placement: Placement) -> Pages:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxrl import activity
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.architecture import by_kind, keeps_states, layer_stacks, routes_shape
+from jaxrl.models.exact import Tiles
 from jaxrl.models.kernels.choice import facts_of
 from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
@@ -197,6 +198,7 @@ def _empty(
     size: int,
     keep_routes: bool,
     states: int = 0,
+    apart: bool = True,
 ) -> kv_cache.Cache:
     """Make a cache of pages of `size` positions as a device's platform has it."""
     return kv_cache.empty_cache(
@@ -207,6 +209,7 @@ def _empty(
         layout=layout_of(device.platform, config),
         keep_routes=keep_routes,
         states=states,
+        apart=apart,
     )
 
 
@@ -366,6 +369,7 @@ class Programs:
         kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
             `DELTA_RULE`; None = the fastest that can.
         keep_routes: keep the experts of each position, for `read_routes`.
+        tiles: of the exact mode; None = the shapes of a call decide the last bits.
 
     Attributes:
         length: tokens of the longest row that finds room.
@@ -392,6 +396,7 @@ class Programs:
         rule_kernel: str | None = None,
         platform: str | None = None,
         keep_routes: bool = False,
+        tiles: Tiles | None = None,
     ) -> None:
         placement = Placement(mesh, RULES)
         platform = platform or placement.platform
@@ -424,6 +429,7 @@ class Programs:
             rule_kernel,
             page=self.shape.page,
             keep_routes=keep_routes,
+            tiles=tiles,
         )
 
     def load(self, params: Params) -> None:
@@ -690,6 +696,8 @@ class Compiled(NamedTuple):
     read: Any
     go_on: Any
     decode: Any
+    states_of_layers: Any
+    logits_of: Any
 
     def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
         """Return the decode layout of the trainer's parameters, from whatever devices they are on.
@@ -774,6 +782,7 @@ def compiled(
     *,
     page: int = Shape().page,
     keep_routes: bool = False,
+    tiles: Tiles | None = None,
 ) -> Compiled:
     """Return the functions of `decode.py`, jitted with the shardings of their results.
 
@@ -781,7 +790,7 @@ def compiled(
         kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
             `DELTA_RULE`; None = the fastest that can.
         page: positions of a page.
-        keep_routes: see `Programs`.
+        keep_routes, tiles: see `Programs`.
     """
     bind, jit = functools.partial, jax.jit
     kernels = {
@@ -790,11 +799,13 @@ def compiled(
         "rule_kernel": rule_kernel_of(config, placement.mesh, dtype, rule_kernel),
     }
     shards, whole = shards_of(placement), placement.sharding((), ())
+    fused = shards if tiles is None else None
     split = shards > 1 or placement.size(placement.rules.experts) > 1
     # also over a single TPU: within `shard_map` its kernel knows the chip, wherever it is compiled
     alone = placement.mesh.size == 1 and placement.platform != "tpu"
     spread = None if alone else placement
     empty = bind(_empty, config, placement.mesh.devices.flat[0], dtype, keep_routes=keep_routes)
+    empty = bind(empty, apart=tiles is None)
     parts = placement.size(placement.rules.batch)
     some = {"states": parts} if keeps_states(config) else {}
     shapes = jax.eval_shape(bind(empty, pages=parts, size=page, **some))
@@ -802,12 +813,12 @@ def compiled(
     by_row = placement.sharding((parts,), ("batch",))
     # what is fetched is whole where other processes have devices of the engine
     alone_here = hosts_of(placement.mesh) == 1
-    _, weights = _decode_weights(config, placement, dtype)
+    _, weights = _decode_weights(config, placement, dtype, fused=tiles is None)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
     @functools.cache
     def decode_layers(kind: str, count: int) -> Any:
-        run = bind(device.decode_layers, count=count, dtype=dtype, shards=shards)
+        run = bind(device.decode_layers, count=count, dtype=dtype, shards=fused)
         some = weights[STACKED][dict(layer_stacks(config))[kind][0]]
         return jit(run, out_shardings=(some,) * count if split else whole)
 
@@ -816,7 +827,7 @@ def compiled(
         whole=whole,
         dtype=dtype,
         decode_params=jit(
-            bind(device.decode_params, config, dtype=dtype, shards=shards),
+            bind(device.decode_params, config, dtype=dtype, shards=fused),
             out_shardings=weights if split else whole,
         ),
         rest=rest,
@@ -841,20 +852,28 @@ def compiled(
         ),
         go_on=jit(device.go_on, out_shardings=by_row),
         decode=jit(
-            bind(device.decode, config, placement=spread, **kernels),
+            bind(device.decode, config, placement=spread, tiles=tiles, **kernels),
             static_argnames="steps",
             donate_argnums=1,
             out_shardings=(cache, by_row, by_row if alone_here else whole),
         ),
+        states_of_layers=jit(
+            bind(device.states_of_layers, config, placement=spread, tiles=tiles, **kernels),
+            static_argnames="every",
+            donate_argnums=1,
+            out_shardings=(None, cache),
+        ),
+        logits_of=jit(bind(device.logits_of, config, placement=spread, tiles=tiles)),
     )
 
 
 def _decode_weights(
-    config: TransformerConfig, placement: Placement, dtype: jnp.dtype
+    config: TransformerConfig, placement: Placement, dtype: jnp.dtype, *, fused: bool = True
 ) -> tuple[Params, Params]:
     """Return the shapes of the decode layout, and their shardings."""
+    shards = shards_of(placement) if fused else None
     shapes = jax.eval_shape(
-        functools.partial(device.decode_params, config, dtype=dtype, shards=shards_of(placement)),
+        functools.partial(device.decode_params, config, dtype=dtype, shards=shards),
         abstract_params(config),
     )
     axes = logical_axes(config)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jaxrl.tools.doctor import (
     checkpoints,
     data,
+    exact,
     gradients,
     masks,
     recompilation,
@@ -49,6 +50,7 @@ CHECKS: dict[str, Check] = {
     "rewards": rewards.determinism,
     "sampler.first": sampler.first,
     "weights.first": sampler.weights,
+    "exact": exact.exact,
     "sampler.update": sampler.update,
     "weights.update": sampler.weights_update,
     "sampler.in_flight": sampler.in_flight,

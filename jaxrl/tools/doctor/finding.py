@@ -1,7 +1,7 @@
 """Say what a check found, and how far apart two results may be; see docs/doctor.md."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ class Finding:
             has words, or nothing.
         about: what was compared.
         cause, fix: of a failure, a line each.
+        table: more figures, shown below all checks: a header, and rows of as many cells.
         name, seconds: filled in by `examination.run_check`.
     """
 
@@ -32,6 +33,7 @@ class Finding:
     about: str = ""
     cause: str = ""
     fix: str = ""
+    table: Sequence[Sequence[Figure]] = ()
     name: str = ""
     seconds: float = 0.0
 

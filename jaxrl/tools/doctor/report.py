@@ -16,18 +16,14 @@ def cuts_text(cuts: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """Return a row for each check; then cause and fix of what failed; then the verdict."""
-    rows = [("check", "result", "figure", "bound", "s", "what")]
+    """Return a row for each check; their tables; cause and fix of what failed; the verdict."""
+    rows: list[tuple[Figure, ...]] = [("check", "result", "figure", "bound", "s", "what")]
     for f in findings:
-        rows.append(
-            (f.name, f.result, shown(f.figure), shown(f.bound), f"{f.seconds:.1f}", f.about)
-        )
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    widths[-1] = 0  # nothing stands after the last column
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+        rows.append((f.name, f.result, f.figure, f.bound, f"{f.seconds:.1f}", f.about))
+    lines = aligned(rows)
+    for f in findings:
+        if f.table:
+            lines += ["", f.name, *(f"  {line}" for line in aligned(f.table))]
     wrong = [f for f in findings if f.passed is False]
     for f in wrong:
         lines += ["", f"FAIL {f.name}", f"  cause: {f.cause}", f"  fix:   {f.fix}"]
@@ -38,6 +34,17 @@ def text(findings: Sequence[Finding]) -> str:
         f"{len(findings) - len(wrong) - skipped} passed, {len(wrong)} failed, {skipped} not here"
     )
     return "\n".join((*lines, "", f"doctor: {verdict} ({counts}; {seconds:.0f} s)"))
+
+
+def aligned(rows: Sequence[Sequence[Figure]]) -> list[str]:
+    """Return a line for each row, with cells below each other."""
+    cells = [[shown(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
+    widths[-1] = 0  # nothing stands after the last column
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
 
 
 def to_json(

@@ -121,7 +121,7 @@ def _first_samples(examined: ExaminedRun) -> Sampled | None:
 
 def _sample(examined: ExaminedRun) -> Sampled:
     """Sample without filters, which would make the sampler's distribution another one."""
-    trainer, sampling = examined.trainer, _unfiltered(examined)
+    trainer, sampling = examined.trainer, unfiltered(examined)
     prompts, seed = trainer.prompts_of(0), trainer.config.trainer.seed
     requests = []
     for prompt in prompts:
@@ -132,7 +132,7 @@ def _sample(examined: ExaminedRun) -> Sampled:
     completions = [completion for _, completion in rows]
     if not all(completion.log_probs for completion in completions):
         raise Unavailable("the engine gave no log-probs, and sampling_params.logprobs wants them")
-    batch = _batch([prompt.tokens for prompt, _ in rows], completions)
+    batch = batch_of([prompt.tokens for prompt, _ in rows], completions)
     mask = np.asarray(batch.loss_mask) > 0
     assert batch.rollout_log_probs is not None
     difference = np.abs(_scored(examined, batch) - batch.rollout_log_probs)
@@ -143,7 +143,7 @@ def _sample(examined: ExaminedRun) -> Sampled:
     return Sampled(completions, batch, difference[mask], worst)
 
 
-def _unfiltered(examined: ExaminedRun) -> Sampling:
+def unfiltered(examined: ExaminedRun) -> Sampling:
     """Return the run's sampling without filters."""
     trainer = examined.trainer
     return dataclasses.replace(
@@ -156,7 +156,7 @@ def _unfiltered(examined: ExaminedRun) -> Sampling:
     )
 
 
-def _batch(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> TrainBatch:
+def batch_of(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> TrainBatch:
     """Return a batch of the completions of prompts; every sampled token is in its loss mask."""
     tokens = [c.tokens for c in completions]
     output = GeneratorOutput(
@@ -368,11 +368,17 @@ def in_flight(examined: ExaminedRun) -> Finding:
 def _swapped(examined: ExaminedRun, tokens: int, *, recompute: bool) -> Swapped:
     """Change the weights of an engine under its samples, of `tokens` tokens each."""
     trainer = examined.trainer
-    engine = _small_engine(examined, block=max(tokens // 4, 1), recompute=recompute)
+    engine = small_engine(
+        examined,
+        max_num_seqs=SLOTS,
+        steps_per_dispatch=max(tokens // 4, 1),
+        enable_prefix_caching=True,
+        recompute_kv_on_update=recompute,
+    )
     versions = [trainer.params, *(noisy(trainer.params, CHANGE, i) for i in range(UPDATES))]
     engine.update_weights(versions[0], 0)
     sampling = dataclasses.replace(
-        _unfiltered(examined), max_tokens=tokens, min_tokens=0, stop_token_ids=(), stop=()
+        unfiltered(examined), max_tokens=tokens, min_tokens=0, stop_token_ids=(), stop=()
     )
     prompt = trainer.prompts_of(0)[0].tokens
     longest = len(prompt) + UPDATES * tokens + SPARE * engine.programs.shape.page
@@ -389,7 +395,7 @@ def _swapped(examined: ExaminedRun, tokens: int, *, recompute: bool) -> Swapped:
         prompts += [prompt] * (samples + 1)
         if samples > 1:  # the first turn; the next ones go on from its first sample
             prompt, samples = (*prompt, *completions[0].tokens), 1
-    batch = _batch(prompts, completions)
+    batch = batch_of(prompts, completions)
     drawn_by, contexts = batch.token_versions, batch.context_versions
     assert drawn_by is not None and contexts is not None  # the engine says both
     scored = np.stack([_scored(examined, batch, params) for params in versions])
@@ -401,15 +407,14 @@ def _swapped(examined: ExaminedRun, tokens: int, *, recompute: bool) -> Swapped:
     return Swapped(difference, int(mixed.sum()), int(late.sum()))
 
 
-def _small_engine(examined: ExaminedRun, *, block: int, recompute: bool) -> NativeEngine:
-    """Return an engine of the run's model with few slots, which decodes blocks of few tokens."""
+def small_engine(examined: ExaminedRun, **settings: Any) -> NativeEngine:
+    """Return another engine of the run's model, one over all devices, with no weights yet.
+
+    Args:
+        settings: of `NativeEngine`, in place of the run's.
+    """
     field = "generator.inference_engine.engine_init_kwargs"
-    settings = examined.config.generator.inference_engine.engine_init_kwargs | {
-        "max_num_seqs": SLOTS,
-        "steps_per_dispatch": block,
-        "enable_prefix_caching": True,
-        "recompute_kv_on_update": recompute,
-    }
+    settings = examined.config.generator.inference_engine.engine_init_kwargs | settings
     changes = {field: settings, "generator.inference_engine.num_engines": 1}
     experiment = examined.experiment_class(cfg.apply_overrides(examined.config, changes))
     experiment.tokenizer = examined.tokenizer
