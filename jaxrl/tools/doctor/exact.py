@@ -176,7 +176,7 @@ def _measured(examined: ExaminedRun, model: TransformerConfig) -> list[Line]:
     engine.update_weights(trainer.params, 0)
     depths = _depths(length)
     decoded = [position for depth in depths for position in depth.last(DECODED)]
-    states = HiddenStates(trainer, model, engine, length, decoded)
+    states = HiddenStates(trainer.forward_pass, trainer.params, model, engine, length, decoded)
     text = functools.partial(_text, np.concatenate([p.tokens for p in trainer.prompts_of(0)]))
     rows = np.stack([text(length, number) for number in range(states.rows)])
     lines = _of_logits(states, rows, depths)

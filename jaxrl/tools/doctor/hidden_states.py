@@ -25,7 +25,7 @@ from jaxrl.models.transformer import Params, TransformerConfig, routed_forward, 
 from jaxrl.parallel.rules import spread_tokens
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.programs import Prefill
-from jaxrl.trainer import Trainer
+from jaxrl.training.forward_pass import ForwardPass
 
 SAMPLER, WAYS = ("prefill", "decode"), ("prefill", "decode", "score", "train")
 PIECE = 64  # tokens whose logits are there at a time, at least
@@ -44,7 +44,7 @@ class HiddenStates:
     """Compute rows of `length` tokens in all ways.
 
     Args:
-        model: the trainer's.
+        forward_pass, params, model: the trainer's.
         engine: with the trainer's weights, and nothing in flight.
         length: of a row, a multiple of the engine's page.
         decoded: positions that are decoded, ascending; elsewhere "decode" is 0.
@@ -56,15 +56,15 @@ class HiddenStates:
 
     def __init__(
         self,
-        trainer: Trainer,
+        forward_pass: ForwardPass,
+        params: Params,
         model: TransformerConfig,
         engine: NativeEngine,
         length: int,
         decoded: Sequence[int],
     ) -> None:
-        self.trainer, self.programs = trainer, engine.programs
+        self.forward_pass, self.params, self.programs = forward_pass, params, engine.programs
         self.length, self.decoded = length, decoded
-        forward_pass = trainer.forward_pass
         given = original(forward_pass.forward).keywords
         self.settings = {name: given[name] for name in SETTINGS}
         groups = math.lcm(self.programs.parts, forward_pass.microbatching.groups)
@@ -92,7 +92,7 @@ class HiddenStates:
         if way in SAMPLER:
             given = self.programs.params, x, np.ones(self.piece, bool)
             return np.asarray(self.programs.functions.logits_of(*given))[: len(hidden)]
-        return np.asarray(self._logits(self.trainer.params, x))[: len(hidden), 0]
+        return np.asarray(self._logits(self.params, x))[: len(hidden), 0]
 
     def _of(
         self, ways: Sequence[str], tokens: np.ndarray, rows: range, *, every: bool
@@ -100,10 +100,10 @@ class HiddenStates:
         """Return hidden states [S, len(rows), T, D], of all layers or the last one."""
         found = self._sampled(tokens, rows, every=every) if set(ways) & set(SAMPLER) else {}
         positions = np.broadcast_to(np.arange(self.length, dtype=np.int32), tokens.shape)
-        placed = self.trainer.forward_pass.place((tokens, positions, np.ones_like(tokens)))
+        placed = self.forward_pass.place((tokens, positions, np.ones_like(tokens)))
         for way in [way for way in ways if way not in SAMPLER]:
             how = {"every": every, "differentiated": way == "train"}
-            states, _ = self._forward(self.trainer.params, placed, **how)
+            states, _ = self._forward(self.params, placed, **how)
             found[way] = np.asarray(states[:, rows.start : rows.stop])
         return found
 
