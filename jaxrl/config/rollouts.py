@@ -43,6 +43,11 @@ def exact_parts(config: TrainConfig) -> int:
     return math.lcm(config.trainer.policy.mesh.tensor, sampler)
 
 
+def exact_rows(config: TrainConfig) -> int:
+    """Return the rows by which sampler and trainer choose the tile of the exact mode."""
+    return min(config.generator.inference_engine.max_num_seqs, rows_at_once(config, 1))
+
+
 def overlaps(config: TrainConfig) -> bool:
     """Return whether sampling goes on while the trainer trains and evaluates."""
     settings = config.trainer.fully_async

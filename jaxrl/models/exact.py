@@ -53,8 +53,8 @@ class Tiles:
         parts: logical parts of heads, MLP width and vocabulary; the size of every mesh's tensor
             axis divides it. A dim that it does not divide is whole.
         full: gradients, too, are those of rows one by one, added up in a tree.
-        widened: weights stand in tiles in float32, with the values of the compute dtype: a CPU
-            multiplies nothing narrower, and would widen them for every tile.
+        platform: of the devices. On CPUs weights stand in tiles in float32, with the values of the
+            compute dtype: a CPU multiplies nothing narrower, and would widen them for every tile.
         shared: device axis over which the parts are spread, here; None = all are here.
     """
 
@@ -64,7 +64,7 @@ class Tiles:
     page: int = 64
     parts: int = 1
     full: bool = False
-    widened: bool = False
+    platform: str = "cpu"
     shared: str | None = None
 
     def split(self, x: Array, w: Array, width: int) -> Array:
@@ -162,27 +162,33 @@ class Tiles:
         return functools.reduce(jnp.add, [parts[i] for i in range(self.parts)])
 
     def _product(self, x: Array, w: Weight, contract: int = 1) -> Array:
-        if not self.widened or x.dtype == jnp.float32:
+        if self.platform != "cpu" or x.dtype == jnp.float32:
             return project(x, w, contract)
         return project(x.astype(jnp.float32), w, contract).astype(x.dtype)
 
 
-def choose_tiles(exact: str, platform: str, *, tokens: int | None, parts: int) -> Tiles | None:
+def choose_tiles(
+    exact: str, platform: str, *, tokens: int | None, parts: int, rows: int | None = None
+) -> Tiles | None:
     """Return the tiles of a run; None where it is not exact.
 
-    A tile reads all weights once, so that it should hold as many tokens as make their products
-    worth it, and no more than decode together: the others are padding.
+    A tile reads all weights once: it should hold as many tokens as make their products worth it,
+    and not many more than decode together, which would be padding.
 
     Args:
         exact: `trainer.exact`.
         tokens: `trainer.exact_tile`.
         parts: see `Tiles`.
+        rows: most that decode together; None = many.
     """
     if exact == "off":
         return None
-    if platform == "cpu":
-        return Tiles(tokens or CPU_TOKENS, parts=parts, full=exact == "full", widened=True)
-    return Tiles(tokens or TOKENS, queries=32, page=128, parts=parts, full=exact == "full")
+    most = CPU_TOKENS if platform == "cpu" else TOKENS
+    together = most if rows is None else 1 << (rows - 1).bit_length()
+    sizes: dict[str, Any] = {"tokens": tokens or min(max(together, LEAST_TOKENS), most)}
+    if platform != "cpu":
+        sizes |= {"queries": 32, "page": 128, "platform": platform}
+    return Tiles(parts=parts, full=exact == "full", **sizes)
 
 
 def check_exact(model: TransformerConfig, parts: int) -> None:
@@ -337,7 +343,7 @@ def tensor_axis(placement: Placement) -> str | None:
     return axis if placement.size(axis) > 1 else None
 
 
-TOKENS, CPU_TOKENS = 256, 64  # of a tile, see docs/exact.md
+TOKENS, CPU_TOKENS, LEAST_TOKENS = 256, 64, 16  # of a tile, see docs/exact.md
 WIDE = ("final_norm",)  # weights that the sampler keeps in float32
 
 
@@ -345,8 +351,9 @@ def _forward(
     run: Run, tiles: Tiles, dtype: Any, weights: Any, moved: Any, fixed: Any, real: Array
 ) -> Any:
     """Run a function of tokens on a tile of them at a time, on one device."""
+    tiles = dataclasses.replace(tiles, full=False)  # that is of gradients
     run = functools.partial(run, tiles)
-    cast = _cast(weights, dtype, tiles.widened)
+    cast = _cast(weights, dtype, tiles.platform == "cpu")
 
     def one(tile: tuple[Any, Any, Array]) -> Any:
         *arrays, some_real = tile
@@ -372,7 +379,7 @@ def _backward(
     cotangents: "_Floats",
 ) -> tuple[Any, Any]:
     """Return the gradients of weights, over all devices of some axes, and of what is moved."""
-    run = functools.partial(run, dataclasses.replace(tiles, widened=False))
+    run = functools.partial(run, tiles)
     # in their own dtype, so that gradients are; with the values that the tile has
     cast = jax.tree.map(lambda w, x: x.astype(w.dtype), weights, _cast(weights, dtype, False))
 

@@ -145,6 +145,7 @@ def engine_of_run(
             mesh.devices.flat[0].platform,
             tokens=config.trainer.exact_tile,
             parts=cfg.exact_parts(config),
+            rows=cfg.exact_rows(config),
         ),
         **options,
     )

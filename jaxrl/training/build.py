@@ -280,7 +280,8 @@ def make_forward_pass(
     tiles = None
     if role == "policy":
         parts, platform = cfg.exact_parts(config), mesh.devices.flat[0].platform
-        tiles = choose_tiles(trainer.exact, platform, tokens=trainer.exact_tile, parts=parts)
+        sizes = {"tokens": trainer.exact_tile, "rows": cfg.exact_rows(config)}
+        tiles = choose_tiles(trainer.exact, platform, parts=parts, **sizes)
     if tiles is not None:
         if not isinstance(model, TransformerConfig):
             raise ValueError(f"trainer.exact={trainer.exact!r}: {model.name} is a flax module")

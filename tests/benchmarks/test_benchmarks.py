@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import (
@@ -18,6 +19,7 @@ from benchmarks import (
     delta_rule,
     engine_host,
     environment_workers,
+    exact,
     experts,
     grpo_step,
     long_context,
@@ -39,8 +41,11 @@ from benchmarks import (
     weight_sync,
 )
 from benchmarks.grpo_step import make_workload, skewed_lengths
+from benchmarks.shapes import SHAPES
 from jaxrl.losses import LOSSES
-from jaxrl.models.transformer import TransformerConfig
+from jaxrl.models.exact import choose_tiles
+from jaxrl.models.families import config_from_hf
+from jaxrl.models.transformer import TransformerConfig, init_params
 from tests.envs.test_sandbox import needs_sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -406,3 +411,13 @@ def test_attention_of_long_rows_has_no_square():
 def test_decays_of_all_chunks_are_found():
     assert delta_rule.squares("f32[8,128,128] a, f32[64,64] b, f32[128,16,64,64] c") == 128 * 2**18
     assert delta_rule.squares("f32[8,128,128] a, f32[64,128] b") == 0
+
+
+@pytest.mark.slow  # it compiles every program twice
+def test_the_exact_mode_has_no_difference():
+    model = config_from_hf(SHAPES["smoke"])
+    tiles = choose_tiles("log_probs", "cpu", tokens=16, parts=1)
+    params = init_params(model, 0)
+    drawn, largest, apart = exact.difference(model, params, jnp.bfloat16, tiles, tokens=500)
+    assert drawn >= 500
+    assert largest == apart == 0

@@ -6,6 +6,7 @@ test, which then sees other bits.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def parameters(model):
 
 
 def sampled(model, tiles, dtype, mesh=None, params=None, **sampling):
-    """Return (prompt, completion) of 24 requests over 8 slots: prompts come in chunks, some again,
+    """Return (prompt, completion) of 24 requests over 8 slots: in chunks, some again,
     some as the beginning of others; rows end at all times."""
     mesh = mesh or make_mesh(devices=jax.devices()[:1])
     settings = {"dtype": dtype, "max_num_seqs": 8, "max_num_batched_tokens": 128}
@@ -264,3 +265,45 @@ def test_models_that_have_no_exact_mode_are_refused():
     with pytest.raises(ValueError, match="experts"):
         check_exact(KINDS["experts"], 2)
     check_exact(KINDS["experts"], 1)
+
+
+@pytest.mark.slow  # the TPU compiler
+@pytest.mark.parametrize("kind", ["v5e:2x2", "v5p:2x2x1"])
+def test_for_a_tpu_scoring_and_sampling_have_the_same_products(kind):
+    """Of the same tiles, tokens and pages, into the same dtypes."""
+    pytest.importorskip("libtpu")
+    from jaxrl.models.placement import placed_params
+    from jaxrl.tools.plan.topology import topology_devices
+
+    mesh = make_mesh(devices=topology_devices(kind)[:1])
+    placement = Placement(mesh, ShardingRules())
+    tiles = choose_tiles("log_probs", "tpu", tokens=None, parts=1)
+    model = dataclasses.replace(MODEL, hidden_size=512, head_dim=128, vocab_size=2048)
+    params = placed_params(model, placement)
+    spread = placement.sharding((8, 512), ("batch", None))
+    kinds = (jnp.int32,) * 4 + (bool,)
+    rows = ModelRows(*(jax.ShapeDtypeStruct((8, 512), x, sharding=spread) for x in kinds))
+
+    def score(params, rows):
+        settings = {"dtype": jnp.bfloat16, "tiles": tiles, "placement": placement}
+        return log_probs_and_entropy(model, params, rows, temperature=1.0, **settings)[0]
+
+    engine = NativeEngine(
+        model, mesh, dtype=jnp.bfloat16, max_num_seqs=32, tiles=tiles, platform="tpu"
+    )
+    request = Request(tuple(range(900)), ((1, 1),), Sampling(max_tokens=100))
+    sampled = engine.calls(params, [request])["decode"].lower().compile().as_text()
+    scored = jax.jit(score).lower(params, rows).compile().as_text()
+    found, expected = (
+        set(re.findall(r"= (\w+\[[\d,]+\])\S* (?:convolution|dot)\(", text))
+        for text in (scored, sampled)
+    )
+    assert found == expected
+    n, f = tiles.tokens, model.intermediate_size
+    assert {f"bf16[{n},{f}]", f"f32[{n},{model.vocab_size}]"} <= found
+    assert all(shape.startswith(f"[{n},") for shape in shapes_of_tokens(found))
+
+
+def shapes_of_tokens(shapes):
+    """Those that are not of attention, whose products have four dims."""
+    return [x[x.index("[") :] for x in shapes if x.count(",") < 3]

@@ -83,7 +83,7 @@ def _attend(
     q, k, v = (jnp.pad(x, room) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2)))
     padded = q.shape[1]
     columns, asks = padded // tiles.page, padded // tiles.queries
-    layout = layout_of(jax.devices()[0].platform, config)
+    layout = layout_of(tiles.platform, config)
     number, at = rows * columns, jnp.arange(rows * padded)
     empty = Pages.empty(config, number, tiles.page, k.dtype, layout=layout, heads=k.shape[2])
     flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v))

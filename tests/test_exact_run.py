@@ -1,0 +1,68 @@
+"""Whole runs in the exact mode: no scoring pass, what is refused, and in which words."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.config import TrainConfig, validate
+from jaxrl.records.batch_file import batch_path, load_batch
+from jaxrl.train import train
+from tests.test_train import small
+
+EXACT = {
+    "trainer.exact": "log_probs",
+    "trainer.bf16": True,
+    "generator.inference_engine.model_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def as_users_compile():
+    """The tests compile without most optimisations; users do with them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.slow
+def test_the_policy_is_what_was_sampled_from(tmp_path):
+    """Eight devices, two updates on each batch; the pass that is left out would say the same."""
+    steps = {"trainer.max_training_steps": 2, "trainer.eval_interval": -1}
+    train(small(tmp_path, **EXACT, **steps, **{"trainer.eval_before_train": False}))
+    lines = (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    batch = load_batch(batch_path(tmp_path / "exports", 1))
+    assert found[0]["exact/tokens_not_scored"] == np.asarray(batch.lengths).sum()
+    assert np.array_equal(batch.old_log_probs, batch.rollout_log_probs)
+    assert np.abs(batch.rollout_log_probs).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"trainer.policy.model.lora.rank": 8}, "adds adapters to their matrices"),
+        ({"trainer.bf16": True}, r"compute in one dtype, not \('bfloat16', 'float32'\)"),
+        ({"generator.sampling_params.top_p": 0.9}, "keep_sampling_mask=True"),
+        ({"generator.sampling_params.repetition_penalty": 1.1}, "repetition_penalty must be 1"),
+        ({"trainer.policy.mesh.context": 2}, "mesh.context must be 1"),
+    ],
+)
+def test_what_would_break_it_is_refused(overrides, words):
+    settings = {"trainer.exact": "log_probs", "trainer.bf16": False}
+    with pytest.raises(ValueError, match=f"trainer.exact='log_probs': .*{words}"):
+        validate(TrainConfig.from_cli_overrides(settings | overrides), num_devices=2)
+
+
+def test_a_tree_has_rows_of_two_powers():
+    settings = {"trainer.exact": "full", "trainer.bf16": False}
+    settings |= {"trainer.micro_train_batch_size_per_gpu": 3}
+    with pytest.raises(ValueError, match="micro_train_batch_size_per_gpu=3: .*2\\^k rows"):
+        validate(TrainConfig.from_cli_overrides(settings))
+
+
+def test_a_tile_without_the_mode_has_no_effect():
+    with pytest.raises(ValueError, match="exact_tile=64: has no effect"):
+        validate(TrainConfig.from_cli_overrides({"trainer.exact_tile": 64}))
