@@ -165,7 +165,7 @@ def test_of_what_filters_left():
     assert np.array_equal(scored(MODEL, TILES, jnp.bfloat16, rows), expected)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampler", "trainer"), [(2, 1), (1, 2), (2, 2)])
 def test_over_devices(sampler, trainer):
     """The sampler over `sampler` devices of tensor, the trainer with FSDP over the others."""
@@ -196,7 +196,7 @@ def gradient(model, tiles, rows, placement=None):
     return jax.jit(jax.grad(total))(params)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", ["log_probs", "full"])
 @pytest.mark.parametrize("kind", ["plain", "windows and caps", "sinks and biases", "experts"])
 def test_the_gradient_is_that_of_the_ordinary_mode(kind, mode):

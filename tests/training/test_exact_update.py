@@ -108,7 +108,7 @@ def test_no_cut_into_microbatches_changes_a_bit(kind, microbatch):
     assert differing(found, expected(kind, jnp.float32)) == 0
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "tensor"), [(4, 2), (8, 1), (2, 2)])
 def test_nor_do_devices(rows, tensor):
     mesh = make_mesh(fsdp=rows, tensor=tensor, devices=jax.devices()[: rows * tensor])
