@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl.models import transformer
+from jaxrl.models.exact import Tiles
 from jaxrl.models.remat import recompute
 from jaxrl.models.transformer import Params
 from jaxrl.parallel.processes import put
@@ -182,10 +183,12 @@ def forward_of_adapted(
     exchange: str = "auto",
     context: str = "auto",
     placement: Placement | None = None,
+    tiles: Tiles | None = None,
 ) -> jax.Array:
     """Run the module; what it returns are logits already."""
+    assert tiles is None  # `make_forward_pass` refuses the exact mode
     # the module's own attention; left to the partitioner
-    del kernel, experts_kernel, rule_kernel, exchange, context, placement
+    del kernel, experts_kernel, rule_kernel, exchange, context, placement, tiles
     call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 

@@ -24,18 +24,25 @@ Apply = Callable[..., tuple[Any, Metrics]]  # (state, gradients) -> state, metri
 
 
 class RunningSum:
-    """Add up the gradients of microbatches one after the other."""
+    """Add up the gradients of microbatches one after the other.
+
+    Args:
+        zeros: where it begins.
+    """
 
     def __init__(self, zeros: Any) -> None:
         self._sum = zeros
 
-    def add(self, accumulate: Callable[..., tuple[Any, Metrics]], *given: Any) -> Metrics:
-        """Add what `accumulate(sum, *given)` adds to the sum, and return its metrics."""
-        self._sum, metrics = accumulate(self._sum, *given)
-        return metrics
+    def begin(self) -> Any:
+        """Return what the next microbatch adds its gradient to."""
+        return self._sum
+
+    def put(self, new: Any) -> None:
+        """Take what `begin` returned, with a microbatch's gradient in it."""
+        self._sum = new
 
     def finish(self) -> Any:
-        """Return the sum."""
+        """Return the gradient of all microbatches."""
         return self._sum
 
 
@@ -60,17 +67,19 @@ class PairwiseSum:
         self._zeros, self._plus, self._tie = zeros, plus, tie
         self._waiting: dict[int, Any] = {}  # by log2 of the microbatches in it
 
-    def add(self, accumulate: Callable[..., tuple[Any, Metrics]], *given: Any) -> Metrics:
-        """Add what `accumulate(zeros, *given)` returns, and return its metrics."""
-        new, metrics = accumulate(self._zeros(), *given)
+    def begin(self) -> Any:
+        """Return what the next microbatch adds its gradient to: nothing."""
+        return self._zeros()
+
+    def put(self, new: Any) -> None:
+        """Take the gradient of the next microbatch."""
         level = 0
         while level in self._waiting:
             new, level = self._plus(self._waiting.pop(level), new), level + 1
         self._waiting[level] = new
-        return metrics
 
     def finish(self) -> Any:
-        """Return the sum; what waits for a neighbour that does not come is added to the earlier."""
+        """Return the gradient of all; what has no neighbour is added to what came before it."""
         last, *earlier = [self._waiting[level] for level in sorted(self._waiting)]
         for sum_of_more in earlier:
             last = self._plus(sum_of_more, last)
@@ -263,7 +272,9 @@ class Updater:
             keyed_rows = with_token_keys(params, host_rows, on_host[0].row_ids, key)
             rows, (batch, token_weights) = self.place((keyed_rows, on_host))
             given = params, rows, batch, token_weights, key
-            metrics.append(total.add(self.accumulate, *given))
+            new, part = self.accumulate(total.begin(), *given)
+            total.put(new)
+            metrics.append(part)
         return total.finish(), metrics
 
     def _total(self, params: Any) -> "RunningSum | PairwiseSum":
@@ -285,7 +296,9 @@ class Updater:
         for _, host_rows, (row_ids, on_host) in microbatches(tree, batch, self.microbatching):
             keyed_rows = with_token_keys(params, host_rows, row_ids, key)
             rows, cotangent = self.place((keyed_rows, on_host))
-            found.append(total.add(self.pull_back, params, rows, cotangent))
+            new, of_experts = self.pull_back(total.begin(), params, rows, cotangent)
+            total.put(new)
+            found.append(of_experts)
         return total.finish(), jax.tree.map(lambda *parts: sum(parts), *found)
 
     def warm_up(self, params: Any, minibatch: TrainBatch) -> None:

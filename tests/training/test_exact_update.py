@@ -144,5 +144,6 @@ def test_sums_of_microbatches_are_those_of_a_tree(size):
 
     total = PairwiseSum(lambda: "", lambda x, y: f"({x}{y})", lambda x: x)
     for first in range(0, len(letters), size):
-        total.add(lambda _, part: (pairs(part), {}), letters[first : first + size])
+        assert total.begin() == ""
+        total.put(pairs(letters[first : first + size]))
     assert total.finish() == pairs(letters) == "((((ab)(cd))((ef)(gh)))((ij)k))"
