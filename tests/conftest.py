@@ -83,3 +83,12 @@ def _few_programs():
     if len(maps.read_text().splitlines()) > 20_000 or resident > 3 * 2**30:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module")
+def as_users_compile():
+    """Compile as users do: the tests leave most optimisations out, and are quicker for it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,20 +10,12 @@ from jaxrl.records.batch_file import batch_path, load_batch
 from jaxrl.train import train
 from tests.test_train import small
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 EXACT = {
     "trainer.exact": "log_probs",
     "trainer.bf16": True,
     "generator.inference_engine.model_dtype": "bfloat16",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_users_compile():
-    """The tests compile without most optimisations; users do with them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.mark.slow

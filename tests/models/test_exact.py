@@ -49,15 +49,7 @@ KINDS = {
     "experts": dataclasses.replace(MODEL, experts=Experts(count=6, per_token=2, width=64)),
 }
 LENGTH, TEMPERATURE = 192, 0.8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_users_compile():
-    """The tests compile without most optimisations, and are quicker for it; users do with them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 
 @functools.cache

@@ -21,16 +21,8 @@ from jaxrl.training.update import PairwiseSum, Updater
 from jaxrl.types import TrainBatch
 from tests.models.test_exact import KINDS, MODEL
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 ROWS, WIDTH = 10, 96
-
-
-@pytest.fixture(autouse=True, scope="module")
-def as_users_compile():
-    """The tests compile without most optimisations, and are quicker for it; users do with them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def batch_of(lengths):
