@@ -22,11 +22,13 @@ EXACT = {
 def test_the_policy_is_what_was_sampled_from(tmp_path):
     """Eight devices, two updates on each batch; the pass that is left out would say the same."""
     steps = {"trainer.max_training_steps": 2, "trainer.eval_interval": -1}
+    steps |= {"trainer.exact_checked_rows": 3}
     train(small(tmp_path, **EXACT, **steps, **{"trainer.eval_before_train": False}))
     lines = (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     batch = load_batch(batch_path(tmp_path / "exports", 1))
-    assert found[0]["exact/tokens_not_scored"] == np.asarray(batch.lengths).sum()
+    assert found[0]["exact/tokens_not_scored"] == np.asarray(batch.lengths)[3:].sum()
+    assert [x["policy/rollout_train_logprobs_abs_diff_max"] for x in found] == [0, 0]
     assert np.array_equal(batch.old_log_probs, batch.rollout_log_probs)
     assert np.abs(batch.rollout_log_probs).max() > 1
 
@@ -54,6 +56,7 @@ def test_a_tree_has_rows_of_two_powers():
         validate(TrainConfig.from_cli_overrides(settings))
 
 
-def test_a_tile_without_the_mode_has_no_effect():
-    with pytest.raises(ValueError, match="exact_tile=64: has no effect"):
-        validate(TrainConfig.from_cli_overrides({"trainer.exact_tile": 64}))
+@pytest.mark.parametrize("field", ["exact_tile", "exact_checked_rows"])
+def test_without_the_mode_its_settings_have_no_effect(field):
+    with pytest.raises(ValueError, match=f"{field}=64: has no effect"):
+        validate(TrainConfig.from_cli_overrides({f"trainer.{field}": 64}))

@@ -354,6 +354,9 @@ class TrainerConfig(BaseConfig):
     docs/exact.md."""
     exact_tile: Annotated[int | None, positive_or(None, "by the platform"), new()] = None
     """Tokens of a tile of trainer.exact; None = by the platform."""
+    exact_checked_rows: Annotated[int, not_negative, new()] = 0
+    """Rows of each batch that the trainer scores though trainer.exact leaves that out: their
+    policy/rollout_train_logprobs_abs_diff_max is 0, or the promise is broken."""
     disable_fast_tokenizer: Annotated[bool, inert("transformers 5 has one kind")] = False
     """Slow tokenizer of transformers."""
     project_name: str = "skyrl"

@@ -699,6 +699,9 @@ def _check_exact(config: TrainConfig) -> None:
     if trainer.exact == "off":
         if trainer.exact_tile is not None:
             fail("trainer.exact_tile", trainer.exact_tile, "has no effect with trainer.exact='off'")
+        if trainer.exact_checked_rows:
+            fix = "has no effect with trainer.exact='off', where all rows are scored or none"
+            fail("trainer.exact_checked_rows", trainer.exact_checked_rows, fix)
         return
     dtypes = compute_dtype(trainer, "policy"), engine_dtype(engine)
     sampling, of = generator.sampling_params, "generator.sampling_params"

@@ -246,8 +246,8 @@ def by_tokens(
     """Return `run(tiles, weights, moved, fixed)` of all tokens, a tile at a time.
 
     In the backward pass a tile is computed again, and the gradient of the weights is added up in
-    their own dtype: tile after tile; or, of `tiles.full`, for each row alone, and then in a tree
-    over the rows, whichever devices have them.
+    their own dtype: tile after tile, of many more tokens, as no promise is about their bits; or, of
+    `tiles.full`, for each row alone, and then in a tree over the rows, whichever devices have them.
 
     Args:
         run: of tokens one by one; it takes and returns arrays [1, n, ...], and closes over no
@@ -344,6 +344,7 @@ def tensor_axis(placement: Placement) -> str | None:
 
 
 TOKENS, CPU_TOKENS, LEAST_TOKENS = 256, 64, 16  # of a tile, see docs/exact.md
+BACKWARD_TOKENS = 1024  # where gradients are not exact; with a head of 150,000 0.6 GB of logits
 WIDE = ("final_norm",)  # weights that the sampler keeps in float32
 
 
@@ -379,6 +380,9 @@ def _backward(
     cotangents: "_Floats",
 ) -> tuple[Any, Any]:
     """Return the gradients of weights, over all devices of some axes, and of what is moved."""
+    if not tiles.full:
+        total = math.prod(real.shape)
+        tiles = dataclasses.replace(tiles, tokens=-(-total // -(-total // BACKWARD_TOKENS)))
     run = functools.partial(run, tiles)
     # in their own dtype, so that gradients are; with the values that the tile has
     cast = jax.tree.map(lambda w, x: x.astype(w.dtype), weights, _cast(weights, dtype, False))

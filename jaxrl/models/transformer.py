@@ -47,7 +47,7 @@ from jaxrl.models.architecture import (
     layer_stacks,
 )
 from jaxrl.models.attention import Attend, Segments, View, layer_views, softcap
-from jaxrl.models.exact import Given, Tiles, by_tokens, exact_look_up
+from jaxrl.models.exact import Given, Run, Tiles, by_tokens, exact_look_up
 from jaxrl.models.expert_exchange import GATHER
 from jaxrl.models.experts import Routing, expert_mlp
 from jaxrl.models.kernels.choice import REFERENCE
@@ -574,7 +574,7 @@ def latent_attention(
     return spread(project(out, layer["wo"], contract=2), None)
 
 
-def decoder_layer(  # noqa: PLR0915
+def decoder_layer(
     config: TransformerConfig,
     layer: Params,
     x: jax.Array,
@@ -606,84 +606,26 @@ def decoder_layer(  # noqa: PLR0915
     Returns:
         [B, T, D], and what the router did.
     """
-    x = checkpoint_name(x, LAYER_INPUT)
-    whole = by_partitioner(placement)
-
-    def normed(layer: Params, y: jax.Array, name: str) -> jax.Array:
-        return normalise(y, rounded(layer[name], y.dtype), config)
-
-    def before(layer: Params, x: jax.Array, name: str) -> jax.Array:
-        return normed(layer, x, name) if config.pre_norms else x
-
-    def add(layer: Params, x: jax.Array, out: jax.Array, name: str) -> jax.Array:
-        out = normed(layer, out, name) if config.post_norms else out
-        return x + (out if config.residual_multiplier == 1 else config.residual_multiplier * out)
-
-    def of_heads(y: jax.Array, scale: jax.Array) -> jax.Array:
-        scale = rounded(scale, y.dtype)
-        if config.qk_norm != "whole":
-            return normalise(y, scale, config)
-        # [H, h], of all heads together
-        return normalise(y.reshape(*y.shape[:2], -1), scale.reshape(-1), config).reshape(y.shape)
-
-    def ask(work: Work, layer: Params, given: tuple, turn: tuple) -> tuple:
-        """Return queries, keys and values of x, and the gate of what they find, or None."""
-        (x,), (cos, sin, growth), spread, gate = given, turn, work.spread, None
-        y = before(layer, x, "attn_norm")
-        q, k, v = project_qkv(config, layer, y, work)
-        q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
-        if config.output_gate:
-            q, gate = jnp.split(q.reshape(*y.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
-
-        def turned(y: jax.Array, *scale: jax.Array) -> jax.Array:
-            y = of_heads(y, *scale) if config.qk_norm else y
-            return rotate(y, cos, sin, config.rope_pairs)
-
-        scales = [(layer["q_norm"],), (layer["k_norm"],)] if config.qk_norm else [(), ()]
-        q = work.by_part(turned, q, config.num_heads, *scales[0])
-        k = work.by_part(turned, k, config.num_kv_heads, *scales[1])
-        return q if growth is None else q * growth.astype(q.dtype), k, v, gate
-
-    def answer(work: Work, layer: Params, given: tuple, fixed: tuple) -> tuple:
-        """Return x with what attention found and what the MLP makes of it, see `decoder_layer`."""
-        x, out, gate = given
+    x, work = checkpoint_name(x, LAYER_INPUT), by_partitioner(placement)
+    if "delta_out" in layer or "conv_out" in layer or config.latent is not None:
         with jax.named_scope("attention"):
-            if gate is not None:
-                out = out * jax.nn.sigmoid(gate)
-            out = work.spread(work.join(out, layer["wo"], config.num_heads, contract=2), None)
-            out = add_bias(out, layer["bo"]) if config.attention_output_bias else out
-            x = add(layer, x, out, "attn_post_norm")
-        return feed_forward(work, layer, x, *fixed)
-
-    @jax.named_scope("mlp")
-    def feed_forward(
-        work: Work, layer: Params, x: jax.Array, replay: jax.Array | None, real: jax.Array | None
-    ) -> tuple[jax.Array, Routing | None]:
-        y, routing = before(layer, x, "mlp_norm"), None
-        if "router" in layer:
-            assert mix is not None
-            out, routing = mix(layer, y, replay, real)
-            out = work.spread(out, None)
-        else:
-            act, width = ACTIVATIONS[config.activation], config.intermediate_size
-            if config.gated_mlp:
-                gate, up = project_gate_up(config, layer, y, work)
-                hidden = work.spread(act(gate) * up, "mlp")
+            y = _before(config, layer, x, "attn_norm")
+            if config.latent is not None:
+                parts = config, layer, y, view, attend, work.spread
+                out = latent_attention(*parts, absorbed=absorbed)
+            elif "delta_out" in layer:
+                assert recurrence is not None
+                out = gated_delta_net(config, layer, y, recurrence, work.spread, work.shards)
             else:
-                hidden = work.spread(act(work.split(y, layer["w_up"], width)), "mlp")
-            out = work.spread(work.join(hidden, layer["w_down"], width), None)
-        return add(layer, x, out, "mlp_post_norm"), routing
+                assert recurrence is not None
+                out = short_convolution(config, layer, y, recurrence)
+            x = _add(config, layer, x, work.spread(out, None), "attn_post_norm")
+        return _feed_forward(config, mix, work, layer, x, replay, real)
 
-    def of_tokens(
-        run: Callable[..., Any],
-        given: tuple,
-        fixed: tuple,
-        widths: tuple[int, ...],
-        outputs: tuple[int, ...],
-    ) -> Any:
+    def of_tokens(run: Run, given: tuple, fixed: tuple, widths: tuple, outputs: tuple) -> Any:
         """Run a function of tokens; widths and outputs are of what it takes and makes."""
         if tiles is None:
-            return run(whole, layer, given, fixed)
+            return run(work, layer, given, fixed)
         assert real is not None
         return by_tokens(
             lambda tiles, *rest: run(by_parts(tiles), *rest),
@@ -697,28 +639,103 @@ def decoder_layer(  # noqa: PLR0915
             outputs=outputs,
         )
 
-    if "delta_out" in layer or "conv_out" in layer or config.latent is not None:
-        with jax.named_scope("attention"):
-            y = before(layer, x, "attn_norm")
-            if config.latent is not None:
-                parts = config, layer, y, view, attend, whole.spread
-                out = latent_attention(*parts, absorbed=absorbed)
-            elif "delta_out" in layer:
-                assert recurrence is not None
-                out = gated_delta_net(config, layer, y, recurrence, whole.spread, whole.shards)
-            else:
-                assert recurrence is not None
-                out = short_convolution(config, layer, y, recurrence)
-            x = add(layer, x, whole.spread(out, None), "attn_post_norm")
-        return feed_forward(whole, layer, x, replay, real)
     with jax.named_scope("attention"):
-        turn = view.cos, view.sin, view.growth
+        ask, turn = functools.partial(_ask, config), (view.cos, view.sin, view.growth)
         heads, kv_heads = config.num_heads, config.num_kv_heads
         q, k, v, gate = of_tokens(ask, (x,), turn, (0,), (heads, kv_heads, kv_heads, heads))
         sinks = (layer["sinks"],) if config.attention_sinks else ()
         out = attend(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), view.mask, *sinks)
         out = checkpoint_name(out, ATTENTION)
+    answer = functools.partial(_answer, config, mix)
     return of_tokens(answer, (x, out, gate), (replay, real), (0, heads, heads), (0, 0))
+
+
+def _ask(config: TransformerConfig, work: Work, layer: Params, given: tuple, turn: tuple) -> tuple:
+    """Return queries, keys and values of x, and the gate of what they find, or None."""
+    (x,), (cos, sin, growth), spread, gate = given, turn, work.spread, None
+    y = _before(config, layer, x, "attn_norm")
+    q, k, v = project_qkv(config, layer, y, work)
+    q, k, v = spread(q, "heads", None), spread(k, "kv_heads", None), spread(v, "kv_heads", None)
+    if config.output_gate:
+        q, gate = jnp.split(q.reshape(*y.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
+
+    def turned(y: jax.Array, *scales: jax.Array) -> jax.Array:
+        for scale in scales:  # one, or none
+            y = _normalise_heads(config, y, scale)
+        return rotate(y, cos, sin, config.rope_pairs)
+
+    scales = [(layer["q_norm"],), (layer["k_norm"],)] if config.qk_norm else [(), ()]
+    q = work.by_part(turned, q, config.num_heads, *scales[0])
+    k = work.by_part(turned, k, config.num_kv_heads, *scales[1])
+    return q if growth is None else q * growth.astype(q.dtype), k, v, gate
+
+
+def _answer(
+    config: TransformerConfig,
+    mix: Mix | None,
+    work: Work,
+    layer: Params,
+    given: tuple,
+    fixed: tuple,
+) -> tuple[jax.Array, Routing | None]:
+    """Return x with what attention found and what the MLP makes of it, see `decoder_layer`."""
+    x, out, gate = given
+    with jax.named_scope("attention"):
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
+        out = work.spread(work.join(out, layer["wo"], config.num_heads, contract=2), None)
+        out = add_bias(out, layer["bo"]) if config.attention_output_bias else out
+        x = _add(config, layer, x, out, "attn_post_norm")
+    return _feed_forward(config, mix, work, layer, x, *fixed)
+
+
+@jax.named_scope("mlp")
+def _feed_forward(
+    config: TransformerConfig,
+    mix: Mix | None,
+    work: Work,
+    layer: Params,
+    x: jax.Array,
+    replay: jax.Array | None,
+    real: jax.Array | None,
+) -> tuple[jax.Array, Routing | None]:
+    y, routing = _before(config, layer, x, "mlp_norm"), None
+    if "router" in layer:
+        assert mix is not None
+        out, routing = mix(layer, y, replay, real)
+        out = work.spread(out, None)
+    else:
+        act, width = ACTIVATIONS[config.activation], config.intermediate_size
+        if config.gated_mlp:
+            gate, up = project_gate_up(config, layer, y, work)
+            hidden = work.spread(act(gate) * up, "mlp")
+        else:
+            hidden = work.spread(act(work.split(y, layer["w_up"], width)), "mlp")
+        out = work.spread(work.join(hidden, layer["w_down"], width), None)
+    return _add(config, layer, x, out, "mlp_post_norm"), routing
+
+
+def _before(config: TransformerConfig, layer: Params, x: jax.Array, name: str) -> jax.Array:
+    return _normed(config, layer, x, name) if config.pre_norms else x
+
+
+def _add(
+    config: TransformerConfig, layer: Params, x: jax.Array, out: jax.Array, name: str
+) -> jax.Array:
+    out = _normed(config, layer, out, name) if config.post_norms else out
+    return x + (out if config.residual_multiplier == 1 else config.residual_multiplier * out)
+
+
+def _normed(config: TransformerConfig, layer: Params, y: jax.Array, name: str) -> jax.Array:
+    return normalise(y, rounded(layer[name], y.dtype), config)
+
+
+def _normalise_heads(config: TransformerConfig, y: jax.Array, scale: jax.Array) -> jax.Array:
+    """Normalise y [B, T, H, h], each head, or all of them together (a scale [H, h])."""
+    scale = rounded(scale, y.dtype)
+    if config.qk_norm != "whole":
+        return normalise(y, scale, config)
+    return normalise(y.reshape(*y.shape[:2], -1), scale.reshape(-1), config).reshape(y.shape)
 
 
 def specs_of_layer(config: TransformerConfig, layer: Params, placement: Placement) -> Params:

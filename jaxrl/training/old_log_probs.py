@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from jaxrl.config.generator import SamplingParams
@@ -26,7 +27,8 @@ def with_old_log_probs(
 
     They are those of the sampler, or a forward pass gives them; most losses need none where a batch
     has one update. Without log-probs of the sampler the pass is made in any case, and its entropy
-    tells whether the sampler is the trainer's policy.
+    tells whether the sampler is the trainer's policy. In the exact mode a pass over the first
+    `exact_checked_rows` tells that, to the last bit.
 
     Args:
         forward: (batch, with entropy) -> log-probs and entropy [B, T] of the policy.
@@ -44,8 +46,13 @@ def with_old_log_probs(
         return batch.replace(old_log_probs=batch.rollout_log_probs), {}
     blind = batch.rollout_log_probs is None  # the sampler has none
     if sampled_are_exact(settings) and wants_old_log_probs(settings) and not blind:
-        saved = {"exact/tokens_not_scored": float(np.asarray(batch.lengths).sum())}
-        return batch.replace(old_log_probs=batch.rollout_log_probs), saved
+        some = settings.exact_checked_rows
+        found = {"exact/tokens_not_scored": float(np.asarray(batch.lengths)[some:].sum())}
+        if some:
+            checked = jax.tree.map(lambda x: x[:some], batch)
+            old, entropy = forward(checked, False)
+            found |= mismatch_metrics(checked.replace(old_log_probs=old), entropy)
+        return batch.replace(old_log_probs=batch.rollout_log_probs), found
     if not (needs_old_log_probs(settings) or blind):
         return batch, {}
     old, entropy = forward(batch, blind)

@@ -173,6 +173,16 @@ def test_over_devices(sampler, trainer):
     assert np.array_equal(scored(MODEL, tiles, jnp.bfloat16, rows), expected)
 
 
+@pytest.mark.slow
+def test_experts_over_devices():
+    """The sampler on one device, the trainer with FSDP over eight."""
+    model = KINDS["experts"]
+    rows, expected = rows_of(sampled(model, TILES, jnp.bfloat16))
+    placement = Placement(make_mesh(fsdp=8), ShardingRules())
+    params = jax.device_put(parameters(model), model_shardings(model, placement))
+    assert np.array_equal(scored(model, TILES, jnp.bfloat16, rows, params, placement), expected)
+
+
 # ---------------------------------------------------------------- gradients
 
 
@@ -251,6 +261,12 @@ def test_weights_that_are_not_rounded_first_give_other_numbers(monkeypatch):
     assert difference(MODEL, TILES, jnp.bfloat16).max() > 0
 
 
+def test_tiles_of_another_platform_are_refused():
+    tiles = choose_tiles("log_probs", "tpu", tokens=None, parts=1)
+    with pytest.raises(ValueError, match=r"tiles.page=128: .* in pages of 64"):
+        NativeEngine(MODEL, make_mesh(devices=jax.devices()[:1]), tiles=tiles)
+
+
 def test_models_that_have_no_exact_mode_are_refused():
     with pytest.raises(ValueError, match="num_heads=6 is split over some of 4"):
         check_exact(MODEL, 4)
@@ -261,8 +277,9 @@ def test_models_that_have_no_exact_mode_are_refused():
 
 @pytest.mark.slow  # the TPU compiler
 @pytest.mark.parametrize("kind", ["v5e:2x2", "v5p:2x2x1"])
-def test_for_a_tpu_scoring_and_sampling_have_the_same_products(kind):
-    """Of the same tiles, tokens and pages, into the same dtypes."""
+def test_for_a_tpu_all_programs_have_the_same_products(kind):
+    """Of the same tiles, tokens and pages, into the same dtypes: prompts and decoding in the
+    engine's block, scoring, and the forward pass within the gradient's program."""
     pytest.importorskip("libtpu")
     from jaxrl.models.placement import placed_params
     from jaxrl.tools.plan.topology import topology_devices
@@ -284,13 +301,15 @@ def test_for_a_tpu_scoring_and_sampling_have_the_same_products(kind):
         model, mesh, dtype=jnp.bfloat16, max_num_seqs=32, tiles=tiles, platform="tpu"
     )
     request = Request(tuple(range(900)), ((1, 1),), Sampling(max_tokens=100))
-    sampled = engine.calls(params, [request])["decode"].lower().compile().as_text()
-    scored = jax.jit(score).lower(params, rows).compile().as_text()
-    found, expected = (
-        set(re.findall(r"= (\w+\[[\d,]+\])\S* (?:convolution|dot)\(", text))
-        for text in (scored, sampled)
+    gradient = jax.grad(lambda *given: score(*given).sum())
+    programs = [engine.calls(params, [request])["decode"].lower()]
+    programs += [jax.jit(call).lower(params, rows) for call in (score, gradient)]
+    expected, found, trained = (
+        set(re.findall(r"= (\w+\[[\d,]+\])\S* (?:convolution|dot)\(", x.compile().as_text()))
+        for x in programs
     )
     assert found == expected
+    assert found <= trained  # whose backward pass has products of its own
     n, f = tiles.tokens, model.intermediate_size
     assert {f"bf16[{n},{f}]", f"f32[{n},{model.vocab_size}]"} <= found
     assert all(shape.startswith(f"[{n},") for shape in shapes_of_tokens(found))

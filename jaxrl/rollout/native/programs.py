@@ -406,6 +406,11 @@ class Programs:
         self.config, self.steps, self.length, self.pages = config, steps, 0, 0
         self.placement, self.platform, self.dtype = placement, platform, jnp.dtype(dtype)
         self.shape = shape_of(platform)
+        if tiles is not None and tiles.page != self.shape.page:
+            raise ValueError(
+                f"tiles.page={tiles.page}: the trainer goes through keys as the engine does, "
+                f"in pages of {self.shape.page}; give tiles of its platform (choose_tiles)"
+            )
         self.group_bytes, self._most_pages = group_bytes, pages
         self.parts = batch_devices(mesh, RULES)
         self.slots = round_up(slots, self.parts)

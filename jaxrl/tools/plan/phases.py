@@ -138,7 +138,7 @@ def phases(
     names = ("parameters", "base") if policy.lora else ("parameters",)
     part = _trained(run, "policy", run.model, policy.placement, names)
     found = [*_sampling(run, engine, part, shorter)] if engine else []
-    if run.has_old:
+    if run.scores_rows:
         found.append(_forward(run, "log-probs", run.forward_pass, run.params, part, shorter))
     if run.has_reference:
         names = ("base" if run.reference.is_base_of_policy else "reference",)

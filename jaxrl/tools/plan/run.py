@@ -94,6 +94,7 @@ class Run:
         self.width = longest_trajectory(config)
         params = generator.sampling_params
         self.has_old = needs_old_log_probs(trainer) or params.logprobs is None
+        self.scores_rows = self.has_old or trainer.exact_checked_rows > 0
         self.has_reference = needs_reference(trainer.algorithm)
         self.params = _whole(self.policy, self.state.params)
         self.critic_params = self.critic and _whole(
