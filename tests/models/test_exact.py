@@ -22,6 +22,7 @@ from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.types import ModelRows
+from tests.rollout.test_engine import between_turns
 
 MODEL = TransformerConfig(
     vocab_size=96,
@@ -58,13 +59,18 @@ def parameters(model):
     return jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x + 0.1, init_params(model, 0))
 
 
-def sampled(model, tiles, dtype, mesh=None, params=None, **sampling):
-    """Return (prompt, completion) of 24 requests over 8 slots: in chunks, some again,
-    some as the beginning of others; rows end at all times."""
+def engine_of(model, tiles, dtype, mesh=None, **options):
     mesh = mesh or make_mesh(devices=jax.devices()[:1])
     settings = {"dtype": dtype, "max_num_seqs": 8, "max_num_batched_tokens": 128}
-    engine = NativeEngine(model, mesh, tiles=tiles, enable_prefix_caching=True, **settings)
-    engine.update_weights(parameters(model) if params is None else params, 0)
+    settings |= {"enable_prefix_caching": True, "tiles": tiles}
+    engine = NativeEngine(model, mesh, **settings, **options)
+    engine.update_weights(parameters(model), 0)
+    return engine
+
+
+def sampled(engine, **sampling):
+    """Return (prompt, completion) of 24 requests over 8 slots: in chunks, some again,
+    some as the beginning of others; rows end at all times."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, 96, draw.integers(3, 120)).tolist() for _ in range(16)]
     prompts += prompts[:4] + [[*prompt, 1, 2, 3] for prompt in prompts[4:8]]
@@ -124,7 +130,7 @@ def scored(model, tiles, dtype, rows, params=None, placement=None):
 
 
 def difference(model, tiles, dtype, **sampling):
-    rows, expected = rows_of(sampled(model, tiles, dtype, **sampling))
+    rows, expected = rows_of(sampled(engine_of(model, tiles, dtype), **sampling))
     return np.abs(scored(model, tiles, dtype, rows) - expected)
 
 
@@ -152,7 +158,7 @@ def test_without_tiles_they_are_apart():
 @pytest.mark.slow
 def test_of_what_filters_left():
     sampling = {"top_k": 12, "top_p": 0.9, "keep_sampling_mask": True}
-    rows, expected = rows_of(sampled(MODEL, TILES, jnp.bfloat16, **sampling))
+    rows, expected = rows_of(sampled(engine_of(MODEL, TILES, jnp.bfloat16), **sampling))
     assert rows.kept.shape[2] > 1
     assert np.array_equal(scored(MODEL, TILES, jnp.bfloat16, rows), expected)
 
@@ -163,8 +169,7 @@ def test_over_devices(sampler, trainer):
     """The sampler over `sampler` devices of tensor, the trainer with FSDP over the others."""
     tiles = choose_tiles("log_probs", "cpu", tokens=None, parts=2)
     mesh = make_mesh(fsdp=8 // sampler, tensor=sampler)
-    samples = sampled(MODEL, tiles, jnp.bfloat16, mesh)
-    rows, expected = rows_of(samples)
+    rows, expected = rows_of(sampled(engine_of(MODEL, tiles, jnp.bfloat16, mesh)))
     placement = Placement(make_mesh(fsdp=8 // trainer, tensor=trainer), ShardingRules())
     params = jax.device_put(parameters(MODEL), model_shardings(MODEL, placement))
     found = scored(MODEL, tiles, jnp.bfloat16, rows, params, placement)
@@ -177,10 +182,27 @@ def test_over_devices(sampler, trainer):
 def test_experts_over_devices():
     """The sampler on one device, the trainer with FSDP over eight."""
     model = KINDS["experts"]
-    rows, expected = rows_of(sampled(model, TILES, jnp.bfloat16))
+    rows, expected = rows_of(sampled(engine_of(model, TILES, jnp.bfloat16)))
     placement = Placement(make_mesh(fsdp=8), ShardingRules())
     params = jax.device_put(parameters(model), model_shardings(model, placement))
     assert np.array_equal(scored(model, TILES, jnp.bfloat16, rows, params, placement), expected)
+
+
+@pytest.mark.slow
+def test_weights_change_in_flight():
+    """Each token has the log-prob of the weights that it was drawn with, whose cache is anew."""
+    engine = engine_of(MODEL, TILES, jnp.bfloat16, recompute_kv_on_update=True)
+    both = parameters(MODEL), jax.tree.map(lambda x: 1.1 * x, parameters(MODEL))
+    between_turns(engine, 6, lambda: engine.update_weights(both[1], 1))
+    samples = sampled(engine)
+    rows, expected = rows_of(samples)
+    versions = np.full(rows.tokens.shape, -1)
+    for row, (prompt, found) in enumerate(samples):
+        versions[row, len(prompt) :][: len(found.tokens)] = found.versions
+    assert any(set(found.versions) == {0, 1} for _, found in samples)
+    for version, params in enumerate(both):
+        of_version = scored(MODEL, TILES, jnp.bfloat16, rows, params)
+        assert np.array_equal(of_version[versions == version], expected[versions == version])
 
 
 # ---------------------------------------------------------------- gradients
@@ -250,8 +272,7 @@ def test_a_row_of_a_product_depends_on_no_other_and_on_no_place():
 @pytest.mark.slow
 def test_with_tiles_of_two_sizes_they_are_apart():
     other = dataclasses.replace(TILES, tokens=16)
-    samples = sampled(MODEL, TILES, jnp.float32)
-    rows, expected = rows_of(samples)
+    rows, expected = rows_of(sampled(engine_of(MODEL, TILES, jnp.float32)))
     assert np.abs(scored(MODEL, other, jnp.float32, rows) - expected).max() > 0
 
 
