@@ -1,6 +1,6 @@
 """The exact mode: what it promises, measured on many tokens, and what it costs beside ordinary.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.exact [--shape=3m] [--rows 8 32 128] [--tiles 16 64 128]
+    JAX_PLATFORMS=cpu python -m benchmarks.exact [--shape=3m] [--rows 8 32 128] [--tiles 64 128]
     JAX_PLATFORMS=cpu python -m benchmarks.exact --shape=smollm2-135m --rows 4 --tokens=2000
 
 Weights are random. Rows of 32 prompt tokens and 96 drawn ones go through a rollout of the engine, a
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--shape", default="3m", choices=SHAPES)
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--rows", type=int, nargs="*", default=[8, 32, 128])
-    parser.add_argument("--tiles", type=int, nargs="*", default=[16, 64, 128])
+    parser.add_argument("--tiles", type=int, nargs="*", default=[], help="beside the rule's")
     parser.add_argument("--tokens", type=int, default=50_000)
     options = parser.parse_args()
     model, dtype = config_from_hf(SHAPES[options.shape]), DTYPES[options.dtype]
@@ -156,10 +156,11 @@ def main() -> None:
     )
     for rows in options.rows:
         ways: dict[str, Tiles | None] = {"off": None}
-        for size in options.tiles:
+        for size in (None, *options.tiles):
             for mode in MODES[1:]:
-                tiles = choose_tiles(mode, platform, tokens=size, parts=1)
-                ways[f"{mode} {size}"] = tiles
+                tiles = choose_tiles(mode, platform, tokens=size, parts=1, rows=rows)
+                assert tiles is not None
+                ways[f"{mode} {tiles.tokens}"] = tiles
         found = prices(model, params, dtype, rows, ways)
         for name, seconds in found.items():
             rollout, score, gradient = seconds
@@ -167,7 +168,7 @@ def main() -> None:
             now = sum(seconds) if name == "off" else rollout + gradient
             numbers = f"{rollout:10.2f} {score:8.2f} {gradient:11.2f}"
             print(f"{rows:5} {name:>16} {numbers}  {now / ordinary:.2f}", flush=True)
-    for mode in MODES[:2]:
+    for mode in MODES[:2] if options.tokens else ():
         tiles = choose_tiles(mode, platform, tokens=None, parts=1)
         drawn, largest, apart = difference(model, params, dtype, tiles, options.tokens)
         print(

@@ -59,8 +59,8 @@ class Tiles:
     """
 
     tokens: int = 64
-    queries: int = 8
-    rows: int = 8
+    queries: int = 4
+    rows: int = 32
     page: int = 64
     parts: int = 1
     full: bool = False
@@ -185,9 +185,10 @@ def choose_tiles(
         return None
     most = CPU_TOKENS if platform == "cpu" else TOKENS
     together = most if rows is None else 1 << (rows - 1).bit_length()
-    sizes: dict[str, Any] = {"tokens": tokens or min(max(together, LEAST_TOKENS), most)}
+    size = tokens or min(max(together, LEAST_TOKENS), most)
+    sizes: dict[str, Any] = {"tokens": size, "rows": max(size // 2, 1)}
     if platform != "cpu":
-        sizes |= {"queries": 32, "page": 128, "platform": platform}
+        sizes |= {"queries": 8, "page": 128, "platform": platform}
     return Tiles(parts=parts, full=exact == "full", **sizes)
 
 
