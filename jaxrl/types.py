@@ -92,6 +92,7 @@ class Trajectory:
     # the oldest that computed keys and values it was drawn from; -1 = given
     context_versions: list[int] = field(default_factory=list)
     routes: Array | None = None  # [n, Lx, k] of the first n tokens, of the prompt too
+    steps: int = 0  # that drew the tokens, of an engine that guesses some
 
 
 class TrajectoryID(NamedTuple):
@@ -124,6 +125,7 @@ class Measured(NamedTuple):
     turns: list[tuple[int, int]]
     failure: str  # of its environment; "" = none
     rejudged: bool | None = None  # see `Trajectory`
+    steps: int = 0
 
 
 class GeneratorOutput(TypedDict):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from jaxrl.config.constraints import between, must, one_of, positive, positive_or
+from jaxrl.config.constraints import between, must, not_negative, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, inert, later, mapped, new
 
@@ -165,6 +165,10 @@ class InferenceEngineConfig(BaseConfig):
     recompute_kv_on_update: Annotated[bool, new()] = False
     """New weights compute the keys and values of samples in flight anew; false = these go on with
     the old ones."""
+    speculative_tokens: Annotated[int, not_negative, new()] = 0
+    """Tokens that a step of our engine guesses of each row, from how its prompt or answer went on
+    where its last tokens stood before; kept as far as they are what would have been drawn, so that
+    the tokens are the same, in fewer steps. docs/rollouts.md."""
     max_num_batched_tokens: Annotated[int, _SLOTS] = 8192
     """Most prompt tokens that a block of decoding steps prefills."""
     enforce_eager: Annotated[bool, mapped("of vLLM servers started here")] = True

@@ -146,6 +146,9 @@ def check_engines(config: TrainConfig, num_devices: int, num_processes: int = 1)
     if engine.expert_parallel_size > 1 and engine.backend not in ("native", "vllm"):
         fix = f"is for the backends 'native' and 'vllm', not {engine.backend!r}; set it to 1"
         _fail("expert_parallel_size", engine.expert_parallel_size, fix)
+    if engine.speculative_tokens and engine.backend != "native":
+        fix = f"is for the backend 'native', not {engine.backend!r}; set it to 0"
+        _fail("speculative_tokens", engine.speculative_tokens, fix)
     if engine.backend == "jetstream":
         _check_jetstream(config)
     elif engine.run_engines_locally:

@@ -56,6 +56,7 @@ def native_engine(
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "recompute_kv_on_update": settings.recompute_kv_on_update,
+        "speculative_tokens": settings.speculative_tokens,
         "decode_text": decode_text,
     }
     arguments |= options | settings.engine_init_kwargs

@@ -146,6 +146,7 @@ class Completion:
         routes: [n, Lx, k] ids of the experts that the first n tokens of prompt and response were
             sent to, in each of the Lx layers with experts; all but the last one, which was not
             computed. None where the engine does not say.
+        steps: that drew the tokens, of an engine that guesses some; 0 = it does not.
     """
 
     tokens: list[int]
@@ -158,6 +159,7 @@ class Completion:
     sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
     context_versions: list[int] = field(default_factory=list)
     routes: np.ndarray | None = field(default=None, compare=False)
+    steps: int = field(default=0, compare=False)
 
 
 class Sampler(Protocol):

@@ -86,7 +86,7 @@ def tile_rows(x: Array, w: Array, sizes: Array, *, transposed: bool = False) -> 
     """
     tiles, width = _tiles(x, len(sizes)), w.shape[1 if transposed else 2]
 
-    def add(out: Array, visit: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def add(out: Array, visit: tuple[Array, ...]) -> tuple[Array, None]:
         tile, group, mask = visit
 
         def product() -> Array:
@@ -105,7 +105,7 @@ def tile_outer(x: Array, y: Array, sizes: Array) -> Array:
     """Do `outer` in plain XLA."""
     x_tiles, y_tiles = _tiles(x, len(sizes)), _tiles(y, len(sizes))
 
-    def add(out: Array, visit: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def add(out: Array, visit: tuple[Array, ...]) -> tuple[Array, None]:
         tile, group, mask = visit
 
         def product() -> Array:
@@ -210,7 +210,7 @@ def batched_outer(x: Array, y: Array, sizes: Array) -> Array:
     some = min(max(AT_ONCE // (x.shape[1] * y.shape[1]), 1), len(visits[0]))
     more = -len(visits[0]) % some  # behind them none finds a row
 
-    def add(out: Array, visit: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def add(out: Array, visit: tuple[Array, ...]) -> tuple[Array, None]:
         tile, group, mask = visit
         rows = jnp.where(mask[..., None], x_tiles[tile], 0)
         parts = jnp.einsum("vni,vno->vio", rows, y_tiles[tile], preferred_element_type=jnp.float32)

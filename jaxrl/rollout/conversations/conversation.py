@@ -136,11 +136,13 @@ class Conversation:
         self.metrics: dict[str, Any] = {}
         self.failure: EnvironmentFailure | None = None
         self.rejudged: bool | None = None  # whether that gave the same
+        self.steps = 0  # of the engine, see `Completion`
         self.too_long = 0  # tokens of the input that ended it, being more than a turn may have
 
     def take(self, completion: Completion) -> None:
         """Add a turn of the policy; one that was aborted before its first token is none."""
         self.stop_reason = completion.stop_reason
+        self.steps += completion.steps
         if not completion.tokens:
             return
         self.transcript.add_sampled(
@@ -191,6 +193,7 @@ class Conversation:
             rejudged=self.rejudged,
             turns=transcript.turns,
             routes=transcript.routes,
+            steps=self.steps,
             **columns,
         )
 

@@ -89,7 +89,8 @@ def refuse_all_failed(failures: Sequence[Exception | str | None]) -> None:
 
 def _measured(t: Trajectory) -> Measured:
     failure = t.failure or "the environment failed" if t.stop_reason == "env_error" else ""
-    return Measured(t.env_class, t.env_metrics, t.env_seconds, t.turns, failure, t.rejudged)
+    of_environment = t.env_class, t.env_metrics, t.env_seconds
+    return Measured(*of_environment, t.turns, failure, t.rejudged, t.steps)
 
 
 def _environment_metrics(measured: Sequence[Measured]) -> dict[str, float]:
@@ -116,12 +117,13 @@ def _conversation_metrics(measured: Sequence[Measured]) -> dict[str, float]:
     Also gives the seconds waited for an environment.
     """
     turns, failed = [len(m.turns) for m in measured], [bool(m.failure) for m in measured]
-    return {
+    sampled = sum(end - start for m in measured for start, end in m.turns)
+    steps = sum(m.steps for m in measured)
+    guessed = {"generate/tokens_per_decode_step": sampled / steps} if steps else {}
+    return guessed | {
         "generate/avg_turns": float(np.mean(turns)),
         "generate/max_turns": float(np.max(turns)),
-        "generate/sampled_tokens": float(
-            sum(end - start for m in measured for start, end in m.turns)
-        ),
+        "generate/sampled_tokens": float(sampled),
         "generate/env_errors": float(sum(failed)),
         "generate/env_error_ratio": float(np.mean(failed)),
         "reward/rejudged": float(sum(m.rejudged is not None for m in measured)),

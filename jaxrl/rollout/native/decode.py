@@ -29,6 +29,7 @@ from jaxrl.models.architecture import (
     SOFTMAX,
     LayerFlags,
     by_kind,
+    keeps_states,
     layer_flags,
     layer_mixers,
     layer_runs,
@@ -74,6 +75,7 @@ class Features:
         raw: log-probs of the model's own distribution.
         sampling_mask_size: most ids of a set that is reported, rounded up to a power of two.
         stop_ids: most of a row, rounded up to a power of two.
+        drafts: tokens that are guessed in each step, of an engine that does.
     """
 
     filtered: bool = False
@@ -82,6 +84,7 @@ class Features:
     raw: bool = False
     sampling_mask_size: int = 0
     stop_ids: int = LEAST_STOP_IDS
+    drafts: int = 0
 
     def including(self, s: Sampling) -> "Features":
         """Return these features, and what such sampling needs."""
@@ -130,7 +133,7 @@ class Rows(struct.PyTreeNode):
     top_p: Array  # [B]
     min_p: Array  # [B]
     repetition_penalty: Array  # [B]
-    history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = no penalties
+    history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = nobody asks
     state: Array | None = None  # [B] where the row's state is; None = the model keeps none
     features: Features = struct.field(pytree_node=False, default=Features())
 
@@ -177,11 +180,15 @@ def go_on(given: Mapping[str, Array], before: Mapping[str, Array], begins: Array
 
 
 class Block(struct.PyTreeNode):
-    """Hold what a block of decode steps drew: `count` tokens in each row."""
+    """Hold what a block of decode steps drew: `count` tokens in each row.
+
+    N is the number of steps, times one more than there are drafts.
+    """
 
     tokens: Array  # [B, N]
     log_probs: Array  # [B, N]
     count: Array  # [B]
+    steps: Array  # [B] that drew them, where some are guessed
     stopped: Array  # [B] bool, the last one is a stop token
     top_ids: Array  # [B, N, alternatives]
     top_log_probs: Array  # [B, N, alternatives]
@@ -263,23 +270,25 @@ def decode(
         tiles: of the exact mode.
     """
     size, features = len(rows.live), rows.features
-    alternatives = (size, steps, min(features.alternatives, config.vocab_size))
+    most = steps * (1 + features.drafts)
+    alternatives = (size, most, min(features.alternatives, config.vocab_size))
     run = Run(
         cache=cache,
         last_token=rows.last_token,
         position=rows.position,
         done=~rows.live | (rows.count >= rows.max_tokens),
-        seen=None if rows.history is None else _seen(config, rows.history),
+        seen=_seen(config, rows.history) if features.penalised else None,
         history=rows.history,
         block=Block(
-            tokens=jnp.zeros((size, steps), jnp.int32),
-            log_probs=jnp.zeros((size, steps), jnp.float32),
+            tokens=jnp.zeros((size, most), jnp.int32),
+            log_probs=jnp.zeros((size, most), jnp.float32),
             count=jnp.zeros(size, jnp.int32),
+            steps=jnp.zeros(size, jnp.int32),
             stopped=jnp.zeros(size, bool),
             top_ids=jnp.zeros(alternatives, jnp.int32),
             top_log_probs=jnp.zeros(alternatives, jnp.float32),
-            raw_log_probs=jnp.zeros((size, steps if features.raw else 0), jnp.float32),
-            sampling_mask_ids=jnp.full((size, steps, features.sampling_mask_size), -1),
+            raw_log_probs=jnp.zeros((size, most if features.raw else 0), jnp.float32),
+            sampling_mask_ids=jnp.full((size, most, features.sampling_mask_size), -1),
         ),
     )
     settings: dict[str, Any] = {"placement": placement, "kernel": kernel}
@@ -308,11 +317,24 @@ def decode(
             cache, places = cache._replace(states=states), Places(rows.state, rows.state)
         live = ~run.done & (rows.start <= step)
         first = jnp.where(live, run.position, -1)
-        given = rows.table, first, live.astype(jnp.int32), places
-        x, cache = layers(cache, run.last_token[:, None], *given)
-        logits = logits_of(config, params, x, live, placement=placement, tiles=tiles)
+        guesses = jnp.zeros((size, 0), jnp.int32)
+        if features.drafts:
+            assert run.history is not None
+            guesses = draft(run.history, run.position, features.drafts)
+        left = rows.max_tokens - rows.count - run.block.count
+        count = jnp.where(live, jnp.minimum(1 + (guesses >= 0).sum(axis=1), left), 0)
+        tokens = jnp.concatenate([run.last_token[:, None], jnp.maximum(guesses, 0)], axis=1)
+        x, cache = layers(cache, tokens, rows.table, first, count, places)
+        real = jnp.arange(tokens.shape[1]) < count[:, None]
+        logits = logits_of(config, params, x, real, placement=placement, tiles=tiles)
         run = run.replace(cache=cache)
-        return step + 1, draw(config, run, logits, rows, live, placement, tiles)
+        if features.drafts:
+            run = run.replace(block=run.block.replace(steps=run.block.steps + live))
+        for i in range(tokens.shape[1]):
+            run = draw(config, run, logits[:, i], rows, live, placement, tiles)
+            if i < features.drafts:  # the next logits are of a row that goes on as was guessed
+                live = live & ~run.done & (run.last_token == guesses[:, i])
+        return step + 1, run
 
     run = jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), run))[1]
     after = rows.replace(
@@ -323,6 +345,53 @@ def decode(
         history=run.history,
     )
     return run.cache, after, run.block
+
+
+LEAST_MATCH, LONGEST_MATCH = 2, 4  # tokens that come again before what is guessed
+
+
+def check_drafts(config: TransformerConfig, number: int, tiles: Tiles | None) -> None:
+    """Refuse `speculative_tokens` where a wrong guess could not be taken back, or not exactly.
+
+    Raises:
+        ValueError: it is below 0; or the model keeps states; or tiles do not divide.
+    """
+    field = f"speculative_tokens={number}"
+    if number < 0:
+        raise ValueError(f"{field} must be at least 0")
+    if number and keeps_states(config):
+        raise ValueError(f"{field}: a state cannot go back behind a wrong guess; set 0")
+    if tiles is not None and (1 + number) % tiles.queries and tiles.queries % (1 + number):
+        raise ValueError(
+            f"{field}: with trainer.exact one more must divide {tiles.queries}, or be a multiple; "
+            "set 1, 3 or 7"
+        )
+
+
+def draft(history: Array, position: Array, number: int) -> Array:
+    """Guess the next tokens of rows from where their last ones stood before.
+
+    The latest of the longest matches says how they go on; one that comes nearer than `number` is
+    taken to repeat. Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
+
+    Args:
+        history: [B, L] tokens of a row, then -1.
+        position: [B] of the last one.
+
+    Returns:
+        [B, number] tokens; -1 where nothing matches.
+    """
+    at, row = jnp.arange(history.shape[1]), jnp.arange(len(history))[:, None]
+    goes_on, length = at < position[:, None], jnp.zeros(history.shape, jnp.int32)
+    for back in range(LONGEST_MATCH):
+        asked = history[row, jnp.maximum(position[:, None] - back, 0)]
+        here = jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, : history.shape[1]]
+        goes_on = goes_on & (here == asked) & (position[:, None] >= back)
+        length = length + goes_on
+    best = jnp.argmax(length * history.shape[1] + at, axis=1)[:, None]
+    again = jnp.arange(number) % jnp.maximum(position[:, None] - best, 1)
+    matches = length[row, best] >= LEAST_MATCH
+    return jnp.where(matches, history[row, best + 1 + again], -1)
 
 
 def _seen(config: TransformerConfig, history: Array) -> Array:
@@ -336,16 +405,16 @@ def logits_of(
     config: TransformerConfig,
     params: Params,
     x: Array,
-    live: Array,
+    real: Array,
     *,
     placement: Placement | None,
     tiles: Tiles | None,
 ) -> Array:
-    """Return float32 logits [B, V] of hidden states [B, 1, D]; anything where not `live` [B]."""
+    """Return float32 logits [B, T, V] of states [B, T, D]; anything where not `real` [B, T]."""
     if tiles is None:
-        return unembed(config, params, x[:, 0])
+        return unembed(config, params, x.reshape(-1, x.shape[2])).reshape(*x.shape[:2], -1)
     head = {name: params[name] for name in ("final_norm", "unembed")}
-    return exact_logits(config, tiles, head, x, live[:, None], placement=placement)[:, 0]
+    return exact_logits(config, tiles, head, x, real, placement=placement)
 
 
 def states_of_layers(
@@ -512,6 +581,7 @@ def draw(
             tokens=put(block.tokens, choice.token),
             log_probs=put(block.log_probs, choice.log_prob),
             count=block.count + live,
+            steps=block.steps,
             stopped=block.stopped | hit,
             top_ids=put(block.top_ids, choice.top_ids),
             top_log_probs=put(block.top_log_probs, choice.top_log_probs),

@@ -22,7 +22,7 @@ from jaxrl import activity
 from jaxrl.models.exact import Tiles
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel.compilation import Call
-from jaxrl.rollout.native.decode import Block, Features, Rows
+from jaxrl.rollout.native.decode import Block, Features, Rows, check_drafts
 from jaxrl.rollout.native.programs import Prefill, Programs, pages_that_fit
 from jaxrl.rollout.native.sample_thread import SampleThread
 from jaxrl.rollout.native.slots import Sample, SlotTable
@@ -104,6 +104,8 @@ class NativeEngine(SampleThread):
             too: those of the keys and values that its sample was drawn from.
         tiles: of the exact mode: what a sample gets depends on nothing but its tokens, and the
             trainer computes the same.
+        speculative_tokens: guessed in each step from how the row went on before, and kept as far as
+            they are what would have been drawn: so the tokens are the same, in fewer steps.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -136,6 +138,7 @@ class NativeEngine(SampleThread):
         platform: str | None = None,
         keep_routes: bool = False,
         tiles: Tiles | None = None,
+        speculative_tokens: int = 0,
         programs: Callable[..., Programs] = Programs,
     ) -> None:
         super().__init__()
@@ -148,6 +151,8 @@ class NativeEngine(SampleThread):
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        check_drafts(config, speculative_tokens, tiles)
+        self._always = Features(drafts=speculative_tokens)
         self.max_model_len = max_model_len
         self.recompute_kv_on_update, self.decode_text = recompute_kv_on_update, decode_text
         pages = None
@@ -181,6 +186,7 @@ class NativeEngine(SampleThread):
             platform=platform,
             keep_routes=keep_routes,
             tiles=tiles,
+            drafts=speculative_tokens,
         )
         self.keep_routes = keep_routes
         self.table = SlotTable(
@@ -239,7 +245,7 @@ class NativeEngine(SampleThread):
         """
         with self._held():
             self._prepare(requests)
-            for features in {_needs([request.sampling]) for request in requests}:
+            for features in {self._needs([request.sampling]) for request in requests}:
                 self._warm |= {features, *(features.union(other) for other in self._warm)}
             self.programs.warm_up(
                 lambda size: [
@@ -250,7 +256,7 @@ class NativeEngine(SampleThread):
 
     def calls(self, params: Params, requests: Sequence[Request]) -> dict[str, Call]:
         """Return the largest programs for such requests, see `Programs.calls`; place nothing."""
-        needs = _needs([request.sampling for request in requests])
+        needs = self._needs([request.sampling for request in requests])
 
         def padding() -> Rows:
             self._resize()
@@ -360,7 +366,7 @@ class NativeEngine(SampleThread):
     def _admit(self) -> None:
         """Give samples that wait slots, while there are slots and pages."""
         while self._queue and not self.table.taken.all():
-            if self.table.take(self._queue[0], self.programs.steps) is not None:
+            if self.table.take(self._queue[0], self.programs.reach) is not None:
                 self._queue.popleft()
             elif not self.table.make_room(self._queue[0]):
                 return
@@ -379,11 +385,11 @@ class NativeEngine(SampleThread):
 
     def _needed(self) -> np.ndarray:
         """Return the positions that each slot's row [S] may have filled after its next block."""
-        table, steps = self.table, self.programs.steps
-        reach = np.full(len(table.length), steps)
+        table, most = self.table, self.programs.reach
+        reach = np.full(len(table.length), most)
         if self._flight:  # the host does not know yet how many it draws
             here = [of.slot for of in self._flight.drawn if table.samples[of.slot] is of.sample]
-            reach[here] += steps
+            reach[here] += most
         return table.reach(slice(None), reach)
 
     def _allocate(self, slot: int, tokens: int) -> bool:
@@ -439,7 +445,7 @@ class NativeEngine(SampleThread):
             start = int(table.filled[slot])
             size = min(table.missing(slot), plan.room(part))
             last = size == table.missing(slot)  # then it decodes in this block
-            reach = int(table.reach(slot, self.programs.steps)) if last else start + size
+            reach = int(table.reach(slot, self.programs.reach)) if last else start + size
             if not (size or last) or not self._allocate(slot, reach):
                 waits_for.add((sample.group, part))
                 continue
@@ -507,9 +513,7 @@ class NativeEngine(SampleThread):
         begins = np.ones(size, bool)
         begins[going] = False
         after, block = self.programs.decode(
-            self._rows(
-                slots, _needs([sample.request.sampling for sample in samples.values()]), start
-            ),
+            self._rows(slots, self._needs([x.request.sampling for x in samples.values()]), start),
             plan.arrays(pace) if plan.used else None,
             flight.rows if flight else None,
             begins,
@@ -552,6 +556,7 @@ class NativeEngine(SampleThread):
         columns = (x.tolist() for x in (block.tokens, block.log_probs, block.count, block.stopped))
         tokens, log_probs, drawn, stopped = columns
         asks_more = features.alternatives or features.raw or features.sampling_mask_size
+        asks_more = asks_more or features.drafts
         ended: list[tuple[int, Sample, int]] = []  # they have their slots until routes are coming
         for row, slot, sample, context in here:
             n = drawn[row]
@@ -590,6 +595,15 @@ class NativeEngine(SampleThread):
                 self._done.append(sample.hand_over)
         del self._ended[:number]
 
+    def _needs(self, samplings: Sequence[Sampling]) -> Features:
+        """Return what rows of a block with such sampling need together."""
+        features = self._always
+        for sampling in {
+            id(s): s for s in samplings
+        }.values():  # the samples of a request share one
+            features = features.including(sampling)
+        return features
+
     def _rows(self, slots: np.ndarray, features: Features, start: np.ndarray | None = None) -> Rows:
         """Return samples in `slots` as arrays, for a program of such features; NOBODY = padding.
 
@@ -600,7 +614,7 @@ class NativeEngine(SampleThread):
         at = np.minimum(slots, len(table.samples) - 1)
         last = np.maximum(table.length[at] - 1, 0)
         history = None
-        if features.penalised:
+        if features.penalised or features.drafts:
             known = np.arange(table.tokens.shape[1]) <= last[:, None]
             history = np.where(known, table.tokens[at], -1)
         stop_ids = np.full((len(slots), features.stop_ids), -1, np.int32)
@@ -619,11 +633,3 @@ class NativeEngine(SampleThread):
             features=features,
             **{name: column[at] for name, column in table.asked.items()},
         )
-
-
-def _needs(samplings: Sequence[Sampling]) -> Features:
-    """Return what rows of a block with such sampling need together."""
-    features = Features()
-    for sampling in {id(s): s for s in samplings}.values():  # the samples of a request share one
-        features = features.including(sampling)
-    return features

@@ -370,6 +370,7 @@ class Programs:
             `DELTA_RULE`; None = the fastest that can.
         keep_routes: keep the experts of each position, for `read_routes`.
         tiles: of the exact mode; None = the shapes of a call decide the last bits.
+        drafts: tokens that a step guesses of each row.
 
     Attributes:
         length: tokens of the longest row that finds room.
@@ -397,6 +398,7 @@ class Programs:
         platform: str | None = None,
         keep_routes: bool = False,
         tiles: Tiles | None = None,
+        drafts: int = 0,
     ) -> None:
         placement = Placement(mesh, RULES)
         platform = platform or placement.platform
@@ -404,6 +406,7 @@ class Programs:
         if steps is None:
             steps = DISPATCH_STEPS.get(platform, DEFAULT_DISPATCH_STEPS)
         self.config, self.steps, self.length, self.pages = config, steps, 0, 0
+        self.reach = steps * (1 + drafts)  # most tokens that a block draws of a row
         self.placement, self.platform, self.dtype = placement, platform, jnp.dtype(dtype)
         self.shape = shape_of(platform)
         if tiles is not None and tiles.page != self.shape.page:
@@ -659,7 +662,7 @@ class Programs:
         """Describe the shapes of all programs."""
         chunk = self.parts * self.shape.tiles * self.shape.tile
         return (
-            f"blocks of {self.sizes()} rows x {self.steps} tokens, with at most {self.chunks} "
+            f"blocks of {self.sizes()} rows x {self.steps} steps, with at most {self.chunks} "
             f"chunks of {chunk} prompt tokens; {self.parts * self.pages} pages of "
             f"{self.shape.page} positions"
         )

@@ -59,10 +59,12 @@ class Sample:
     reported: int = 0  # tokens that `on_tokens` has been given
     stop_strings: StopStrings | None = None
     context: Context | None = None  # of a sample that makes room for others
+    steps: int = 0  # that drew the tokens, where some are guessed
 
     def note(self, block: Block, row: int) -> None:
         """Add what the request wants to know of the tokens that a block drew in a row."""
         drawn, sampling = int(block.count[row]), self.request.sampling
+        self.steps += int(block.steps[row])
         wanted = sampling.logprobs
         for i in range(drawn if wanted else 0):
             ids, scores = block.top_ids[row, i, :wanted], block.top_log_probs[row, i, :wanted]
@@ -185,6 +187,7 @@ class Sample:
             raw_log_probs=self.raw_log_probs[start:],
             sampling_mask_ids=self.sampling_mask_ids[start:],
             context_versions=context_versions[new],
+            steps=self.steps,
         )
 
     def report(self) -> Callable[[], None] | None:

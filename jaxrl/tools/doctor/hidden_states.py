@@ -90,8 +90,8 @@ class HiddenStates:
         x = np.zeros((self.piece, 1, hidden.shape[1]), hidden.dtype)
         x[: len(hidden), 0] = hidden
         if way in SAMPLER:
-            given = self.programs.params, x, np.ones(self.piece, bool)
-            return np.asarray(self.programs.functions.logits_of(*given))[: len(hidden)]
+            given = self.programs.params, x, np.ones((self.piece, 1), bool)
+            return np.asarray(self.programs.functions.logits_of(*given))[: len(hidden), 0]
         return np.asarray(self._logits(self.params, x))[: len(hidden), 0]
 
     def _of(
