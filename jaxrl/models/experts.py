@@ -20,7 +20,7 @@ from jaxrl.models.architecture import Experts
 from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of, over_devices
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.grouped_product import grouped_product
-from jaxrl.models.linear import LoraWeight, Weight, project, rounded
+from jaxrl.models.linear import LoraWeight, QuantisedWeight, Weight, kept_narrow, project, rounded
 from jaxrl.parallel.rules import Placement, constrain
 from jaxrl.types import MOST_SEGMENTS, Array
 
@@ -190,10 +190,9 @@ def expert_mlp(
     Args:
         weights: of one layer, whole over the batch axes: router [D, E], router_bias and
             router_offset [E], experts_gate_bias and experts_up_bias [E, F], experts_down_bias
-            [E, D],
-            experts_gate and experts_up [E, D, F], experts_down [E, F, D], these with adapters or
-            without; shared_gate and shared_up
-            [D, S], shared_down [S, D], shared_router [D, 1].
+            [E, D], experts_gate and experts_up [E, D, F], experts_down [E, F, D], shared_gate and
+            shared_up [D, S], shared_down [S, D], shared_router [D, 1]. Those without bias in their
+            names, but routers, may have adapters or be in 8 bits.
         y: [B, T, D].
         placement: where rows, experts and their width are spread.
         kernel: of `GROUPED_PRODUCT`.
@@ -270,6 +269,8 @@ def _spec(w: Weight, expert: str | None, *dims: str | None) -> Any:
     """
     if not dims:
         return PartitionSpec()
+    if isinstance(w, QuantisedWeight):
+        return w.replace(values=PartitionSpec(expert, *dims), scale=PartitionSpec(expert, dims[1]))
     if not isinstance(w, LoraWeight):
         return PartitionSpec(expert, *dims)
     rows, columns = dims
@@ -303,7 +304,7 @@ def _routed(
     """
     tokens = y.reshape(-1, y.shape[-1])
     router = weights["router"]
-    assert not isinstance(router, LoraWeight)
+    assert not isinstance(router, LoraWeight | QuantisedWeight)
     logits = tokens @ rounded(router, dtype)
     if "router_offset" in weights:
         offset: Any = weights["router_offset"]
@@ -368,6 +369,11 @@ def _mixture(
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
 
     def product(x: Array, w: Weight) -> Array:
+        if isinstance(w, QuantisedWeight):
+            x, values = kept_narrow(x, w.values)
+            out = grouped_product(x, values, sizes, kernel).astype(jnp.float32)
+            # rows of no group are 0, whatever their scale
+            return (out * w.scale[jnp.minimum(ids[order], here - 1)]).astype(x.dtype)
         if not isinstance(w, LoraWeight):
             return grouped_product(x, w, sizes, kernel)
         # kernels have tiles of 128, and most ranks are smaller
@@ -398,8 +404,7 @@ def _mixture(
 
 def _experts_in(weights: Mapping[str, Weight]) -> int:
     """Return how many experts have their weights here."""
-    w = weights["experts_gate"]
-    return len(w.w if isinstance(w, LoraWeight) else w)
+    return len(jax.tree.leaves(weights["experts_gate"])[0])  # of all its arrays
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

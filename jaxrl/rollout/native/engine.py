@@ -104,6 +104,8 @@ class NativeEngine(SampleThread):
             too: those of the keys and values that its sample was drawn from.
         tiles: of the exact mode: what a sample gets depends on nothing but its tokens, and the
             trainer computes the same.
+        quantization, kv_cache_dtype: 8 bits of weights, and of keys and values, see `Programs`. The
+            log-probs are those of what is computed with them.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -136,6 +138,8 @@ class NativeEngine(SampleThread):
         platform: str | None = None,
         keep_routes: bool = False,
         tiles: Tiles | None = None,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         programs: Callable[..., Programs] = Programs,
     ) -> None:
         super().__init__()
@@ -163,6 +167,8 @@ class NativeEngine(SampleThread):
                 platform=platform,
                 keep_routes=keep_routes,
                 slots=max_num_seqs,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
             )
         self.programs = programs(
             config,
@@ -181,6 +187,8 @@ class NativeEngine(SampleThread):
             platform=platform,
             keep_routes=keep_routes,
             tiles=tiles,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.keep_routes = keep_routes
         self.table = SlotTable(
