@@ -20,7 +20,14 @@ from jaxrl.models.architecture import Experts
 from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of, over_devices
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.grouped_product import grouped_product
-from jaxrl.models.linear import LoraWeight, QuantisedWeight, Weight, kept_narrow, project, rounded
+from jaxrl.models.linear import (
+    LoraWeight,
+    QuantisedWeight,
+    SampledWeight,
+    kept_narrow,
+    project,
+    rounded,
+)
 from jaxrl.parallel.rules import Placement, constrain
 from jaxrl.types import MOST_SEGMENTS, Array
 
@@ -172,7 +179,7 @@ def load_of(experts: Experts, routing: Routing, real: Array) -> Load:
 def expert_mlp(
     experts: Experts,
     activation: Callable[[Array], Array],
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, SampledWeight],
     y: Array,
     *,
     placement: Placement | None = None,
@@ -224,7 +231,7 @@ def _over_mesh(
     placement: Placement,
     named: str,
     dtype: Any,
-    weights: dict[str, Weight],
+    weights: dict[str, SampledWeight],
     y: Array,
     replay: Array | None,
     real: Array | None,
@@ -262,7 +269,7 @@ def _over_mesh(
     )(weights, y, replay, real)
 
 
-def _spec(w: Weight, expert: str | None, *dims: str | None) -> Any:
+def _spec(w: SampledWeight, expert: str | None, *dims: str | None) -> Any:
     """Return by which mesh axes a weight of experts [E, in, out] is split; one without dims is not.
 
     Each device has the adapters of its experts, whole but for the dim that is split.
@@ -289,7 +296,7 @@ def _routed(
     dtype: Any,
     expert: str | None,
     exchange: Exchange | None,
-    weights: dict[str, Weight],
+    weights: dict[str, SampledWeight],
     y: Array,
     replay: Array | None,
     real: Array | None,
@@ -318,7 +325,7 @@ def _routed(
         differs = 1 - agrees.mean(axis=-1).reshape(y.shape[:2])
     routing = Routing(*(x.reshape(*y.shape[:2], -1) for x in (*routes, logits)), differs=differs)
 
-    def mix(weights: dict[str, Weight], tokens: Array, ids: Array, by_id: Array) -> Array:
+    def mix(weights: dict[str, SampledWeight], tokens: Array, ids: Array, by_id: Array) -> Array:
         first = 0 if expert is None else jax.lax.axis_index(expert) * _experts_in(weights)
         act, routes = functools.partial(gated, experts, activation), Routes(ids - first, by_id)
         return _mixture(act, kernel, dtype, weights, tokens, routes)
@@ -351,7 +358,7 @@ def _mixture(
     activation: Callable[[Array, Array], Array],
     kernel: str,
     dtype: Any,
-    weights: dict[str, Weight],
+    weights: dict[str, SampledWeight],
     tokens: Array,
     routes: Routes,
 ) -> Array:
@@ -368,7 +375,7 @@ def _mixture(
     ends = jnp.searchsorted(ids[order], jnp.arange(here), side="right")
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
 
-    def product(x: Array, w: Weight) -> Array:
+    def product(x: Array, w: SampledWeight) -> Array:
         if isinstance(w, QuantisedWeight):
             x, values = kept_narrow(x, w.values)
             out = grouped_product(x, values, sizes, kernel).astype(jnp.float32)
@@ -402,7 +409,7 @@ def _mixture(
     return total(matrix(hidden, "experts_down"), routes.weights)
 
 
-def _experts_in(weights: Mapping[str, Weight]) -> int:
+def _experts_in(weights: Mapping[str, SampledWeight]) -> int:
     """Return how many experts have their weights here."""
     return len(jax.tree.leaves(weights["experts_gate"])[0])  # of all its arrays
 
@@ -431,7 +438,7 @@ _take.defvjp(_take_forward, _take_backward)
 
 def _shared(
     activation: Callable[[Array], Array],
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, SampledWeight],
     y: Array,
     placement: Placement | None,
 ) -> Array:
