@@ -3,6 +3,7 @@
 import pytest
 
 from jaxrl.config import TrainConfig, objective_card, resolve, validate
+from jaxrl.config.supervised import validate_sft
 
 ENGINE, ALGORITHM = "generator.inference_engine", "trainer.algorithm"
 INT8, FP8 = {f"{ENGINE}.quantization": "int8"}, {f"{ENGINE}.kv_cache_dtype": "fp8"}
@@ -48,11 +49,14 @@ def test_what_corrects_is_enough(eight, correction):
     [
         (
             INT8,
-            r"quantization='int8': samples from another .* tis_ratio_type='token' or .* or None",
+            r"quantization='int8': samples from another .*tis_ratio_type='token' or .* or None",
         ),
         (FP8, r"kv_cache_dtype='fp8': samples from another distribution than the policy"),
         (INT8 | loss(f"{__name__}:plain_loss"), r"quantization='int8': samples from another"),
-        (INT8 | TOKEN | {"trainer.exact": "forward"}, r"'int8': trainer.exact='forward' promises"),
+        (
+            INT8 | TOKEN | {"trainer.exact": "log_probs"},
+            r"'int8': trainer.exact='log_probs' promises",
+        ),
         (
             INT8 | TOKEN | {f"{ENGINE}.backend": "vllm"},
             r"quantization='int8': is for jaxrl's own engine .* engine_init_kwargs\); set None",
@@ -74,6 +78,11 @@ def test_what_corrects_is_enough(eight, correction):
 def test_what_nothing_corrects_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         validate(config_with(settings))
+
+
+def test_supervised_fine_tuning_has_no_sampler():
+    with pytest.raises(ValueError, match="quantization='int8': has no effect in supervised"):
+        validate_sft(config_with(INT8))
 
 
 def test_the_card_names_the_correction():
