@@ -180,6 +180,12 @@ class BasePPOExp:
                     f"generator.inference_engine.hosts_per_engine={settings.hosts_per_engine}: "
                     f"{model.name} is a flax module, whose sampler is in each process; set it to 1"
                 )
+            for name, off in (("quantization", None), ("kv_cache_dtype", "auto")):
+                if (value := getattr(settings, name)) != off:
+                    raise ValueError(
+                        f"generator.inference_engine.{name}={value!r}: {model.name} is a flax "
+                        f"module, which has no matrices that are known; set {off!r}"
+                    )
             rows = min(settings.max_num_seqs, cfg.rows_at_once(self.config, jax.process_count()))
             return RecomputeEngine(
                 model,

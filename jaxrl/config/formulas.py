@@ -3,6 +3,7 @@
 from jaxrl.advantages import ROWS
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.config.objective_requirements import (
+    corrects_for_sampler,
     loss_row,
     needs_old_log_probs,
     needs_reference,
@@ -14,6 +15,7 @@ from jaxrl.config.objective_requirements import (
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.losses import LOSSES
+from jaxrl.losses.off_policy import correction_enabled
 
 _KL = {
     "k1": "d",
@@ -96,13 +98,33 @@ def reduction_line(config: TrainConfig) -> str:
 
 
 def sampler_lines(config: TrainConfig) -> list[str]:
-    """Say what is not known of the sampler."""
+    """Say how the sampler is not the policy, and what is not known of it."""
+    lines = _eight_bits(config)
     if config.generator.sampling_params.logprobs is not None:
-        return []
+        return lines
     return [
+        *lines,
         "gives no log-probs: all log-probs are of the trainer's own forward, and how far the two "
-        "are apart is not known"
+        "are apart is not known",
     ]
+
+
+def _eight_bits(config: TrainConfig) -> list[str]:
+    """Say what the sampler has in 8 bits, and what corrects for it."""
+    engine, algorithm = config.generator.inference_engine, config.trainer.algorithm
+    parts = [f"weights {engine.quantization}"] if engine.quantization else []
+    parts += ["keys and values fp8"] if engine.kv_cache_dtype == "fp8" else []
+    if not parts:
+        return []
+    if correction_enabled(algorithm.off_policy_correction):
+        corrected = "corrected by c, the off-policy correction"
+    elif ratio_anchor(algorithm) == "rollout":
+        corrected = "corrected by r, which is against its log-probs"
+    elif corrects_for_sampler(algorithm):
+        corrected = f"corrected by the loss, {algorithm.policy_loss_type}"
+    else:
+        corrected = "not corrected"
+    return [f"computes in 8 bits ({', '.join(parts)}): {corrected}"]
 
 
 def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:

@@ -169,6 +169,13 @@ class InferenceEngineConfig(BaseConfig):
     """Tokens that a step of our engine guesses of each row, from how its prompt or answer went on
     where its last tokens stood before; kept as far as they are what would have been drawn, so that
     the tokens are the same, in fewer steps. docs/rollouts.md."""
+    quantization: Annotated[str | None, one_of(None, "int8", "fp8"), new()] = None
+    """8 bits for the matrices of the engine's layers: "int8" or "fp8" (e4m3), with a scale for each
+    output channel; None = they are of model_dtype. The sampler is then another distribution than
+    the policy: the objective must correct for it."""
+    kv_cache_dtype: Annotated[str, one_of("auto", "fp8"), new()] = "auto"
+    """Data type of keys and values in the pages: "fp8" (e4m3), half the memory of bfloat16;
+    "auto" = as the engine computes. With "fp8" the objective must correct for it."""
     max_num_batched_tokens: Annotated[int, _SLOTS] = 8192
     """Most prompt tokens that a block of decoding steps prefills."""
     enforce_eager: Annotated[bool, mapped("of vLLM servers started here")] = True

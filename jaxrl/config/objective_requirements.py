@@ -56,6 +56,19 @@ def corrects_itself(algorithm: AlgorithmConfig) -> bool:
     return ratio_anchor(algorithm) == "rollout" or (row is not None and row.corrects_itself)
 
 
+def corrects_for_sampler(algorithm: AlgorithmConfig) -> bool:
+    """Return whether something accounts for a sampler that is another distribution by design.
+
+    That is an off-policy correction, or the loss; one of a user's if it asks for the sampler's
+    log-probs.
+    """
+    if correction_enabled(algorithm.off_policy_correction) or corrects_itself(algorithm):
+        return True
+    func = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
+    names = "rollout_log_probs", "rollout_logprobs"
+    return loss_row(algorithm) is None and any(asks_for(func, name) for name in names)
+
+
 def allowed_reductions(policy_loss_type: str) -> tuple[str, ...]:
     """Return the values of loss_reduction under which a loss means something."""
     row = ROWS.get(PolicyLossRegistry.builtin_name(policy_loss_type))

@@ -21,6 +21,7 @@ from jaxrl.config.generator import SamplingParams, engine_dtype, engine_hosts, e
 from jaxrl.config.microbatching import check_microbatches
 from jaxrl.config.objective_requirements import (
     allowed_reductions,
+    corrects_for_sampler,
     corrects_itself,
     estimator_name,
     estimator_row,
@@ -76,6 +77,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     check_environment(config.environment)
     check_engines(config, len(ranges.engine), num_processes)
     _check_exact(config)
+    _check_eight_bits(config)
     check_async(config, len(ranges.engine))
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
@@ -732,6 +734,39 @@ def _check_exact(config: TrainConfig) -> None:
     if trainer.exact == "full" and (rows & (rows - 1) or trainer.max_tokens_per_microbatch != -1):
         fix = "trainer.exact='full' needs 2^k rows in each, and no budget of tokens in their place"
         fail("trainer.micro_train_batch_size_per_gpu", rows, fix)
+
+
+def _check_eight_bits(config: TrainConfig) -> None:
+    """Refuse a sampler in 8 bits where it is not ours, or where nothing corrects for it."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    algorithm = trainer.algorithm
+    ours = in_process(config) and engine.backend == "native"
+    for name, off in (("quantization", None), ("kv_cache_dtype", "auto")):
+        field, value = f"generator.inference_engine.{name}", getattr(engine, name)
+        if ours and name in engine.engine_init_kwargs:
+            given = engine.engine_init_kwargs
+            fix = f"{name} is a field, whose value is checked against the objective; set {field}"
+            fail("generator.inference_engine.engine_init_kwargs", given, fix)
+        if value == off:
+            continue
+        if not ours:
+            fix = (
+                "is for jaxrl's own engine in the trainer's processes (backend='native', "
+                "run_engines_locally=True, trainer.placement.rollout_num_nodes=0; vLLM's servers "
+                f"take it in engine_init_kwargs); set {off!r}"
+            )
+            fail(field, value, fix)
+        if trainer.exact != "off":
+            fix = f"trainer.exact={trainer.exact!r} promises the trainer's bits; set {off!r}"
+            fail(field, value, fix)
+        if not corrects_for_sampler(algorithm):
+            fix = (
+                "samples from another distribution than the policy, and nothing in the objective "
+                f"corrects for it: set {_CORRECTION}.tis_ratio_type='token' or one of its masks, a "
+                f"loss whose ratio is against the sampler ({_ALGORITHM}.old_log_probs='rollout', "
+                f"policy_loss_type='decoupled_ppo'), or {off!r}"
+            )
+            fail(field, value, fix)
 
 
 def _check_sampling(config: TrainConfig) -> None:

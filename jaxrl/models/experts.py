@@ -20,7 +20,14 @@ from jaxrl.models.architecture import Experts
 from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of, over_devices
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.grouped_product import grouped_product
-from jaxrl.models.linear import LoraWeight, Weight, project, rounded
+from jaxrl.models.linear import (
+    LoraWeight,
+    QuantisedWeight,
+    SampledWeight,
+    kept_narrow,
+    project,
+    rounded,
+)
 from jaxrl.parallel.rules import Placement, constrain
 from jaxrl.types import MOST_SEGMENTS, Array
 
@@ -172,7 +179,7 @@ def load_of(experts: Experts, routing: Routing, real: Array) -> Load:
 def expert_mlp(
     experts: Experts,
     activation: Callable[[Array], Array],
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, SampledWeight],
     y: Array,
     *,
     placement: Placement | None = None,
@@ -190,10 +197,9 @@ def expert_mlp(
     Args:
         weights: of one layer, whole over the batch axes: router [D, E], router_bias and
             router_offset [E], experts_gate_bias and experts_up_bias [E, F], experts_down_bias
-            [E, D],
-            experts_gate and experts_up [E, D, F], experts_down [E, F, D], these with adapters or
-            without; shared_gate and shared_up
-            [D, S], shared_down [S, D], shared_router [D, 1].
+            [E, D], experts_gate and experts_up [E, D, F], experts_down [E, F, D], shared_gate and
+            shared_up [D, S], shared_down [S, D], shared_router [D, 1]. Those without bias in their
+            names, but routers, may have adapters or be in 8 bits.
         y: [B, T, D].
         placement: where rows, experts and their width are spread.
         kernel: of `GROUPED_PRODUCT`.
@@ -225,7 +231,7 @@ def _over_mesh(
     placement: Placement,
     named: str,
     dtype: Any,
-    weights: dict[str, Weight],
+    weights: dict[str, SampledWeight],
     y: Array,
     replay: Array | None,
     real: Array | None,
@@ -263,13 +269,15 @@ def _over_mesh(
     )(weights, y, replay, real)
 
 
-def _spec(w: Weight, expert: str | None, *dims: str | None) -> Any:
+def _spec(w: SampledWeight, expert: str | None, *dims: str | None) -> Any:
     """Return by which mesh axes a weight of experts [E, in, out] is split; one without dims is not.
 
     Each device has the adapters of its experts, whole but for the dim that is split.
     """
     if not dims:
         return PartitionSpec()
+    if isinstance(w, QuantisedWeight):
+        return w.replace(values=PartitionSpec(expert, *dims), scale=PartitionSpec(expert, dims[1]))
     if not isinstance(w, LoraWeight):
         return PartitionSpec(expert, *dims)
     rows, columns = dims
@@ -288,7 +296,7 @@ def _routed(
     dtype: Any,
     expert: str | None,
     exchange: Exchange | None,
-    weights: dict[str, Weight],
+    weights: dict[str, SampledWeight],
     y: Array,
     replay: Array | None,
     real: Array | None,
@@ -303,7 +311,7 @@ def _routed(
     """
     tokens = y.reshape(-1, y.shape[-1])
     router = weights["router"]
-    assert not isinstance(router, LoraWeight)
+    assert not isinstance(router, LoraWeight | QuantisedWeight)
     logits = tokens @ rounded(router, dtype)
     if "router_offset" in weights:
         offset: Any = weights["router_offset"]
@@ -317,7 +325,7 @@ def _routed(
         differs = 1 - agrees.mean(axis=-1).reshape(y.shape[:2])
     routing = Routing(*(x.reshape(*y.shape[:2], -1) for x in (*routes, logits)), differs=differs)
 
-    def mix(weights: dict[str, Weight], tokens: Array, ids: Array, by_id: Array) -> Array:
+    def mix(weights: dict[str, SampledWeight], tokens: Array, ids: Array, by_id: Array) -> Array:
         first = 0 if expert is None else jax.lax.axis_index(expert) * _experts_in(weights)
         act, routes = functools.partial(gated, experts, activation), Routes(ids - first, by_id)
         return _mixture(act, kernel, dtype, weights, tokens, routes)
@@ -350,7 +358,7 @@ def _mixture(
     activation: Callable[[Array, Array], Array],
     kernel: str,
     dtype: Any,
-    weights: dict[str, Weight],
+    weights: dict[str, SampledWeight],
     tokens: Array,
     routes: Routes,
 ) -> Array:
@@ -367,7 +375,12 @@ def _mixture(
     ends = jnp.searchsorted(ids[order], jnp.arange(here), side="right")
     sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
 
-    def product(x: Array, w: Weight) -> Array:
+    def product(x: Array, w: SampledWeight) -> Array:
+        if isinstance(w, QuantisedWeight):
+            x, values = kept_narrow(x, w.values)
+            out = grouped_product(x, values, sizes, kernel).astype(jnp.float32)
+            # rows of no group are 0, whatever their scale
+            return (out * w.scale[jnp.minimum(ids[order], here - 1)]).astype(x.dtype)
         if not isinstance(w, LoraWeight):
             return grouped_product(x, w, sizes, kernel)
         # kernels have tiles of 128, and most ranks are smaller
@@ -396,10 +409,9 @@ def _mixture(
     return total(matrix(hidden, "experts_down"), routes.weights)
 
 
-def _experts_in(weights: Mapping[str, Weight]) -> int:
+def _experts_in(weights: Mapping[str, SampledWeight]) -> int:
     """Return how many experts have their weights here."""
-    w = weights["experts_gate"]
-    return len(w.w if isinstance(w, LoraWeight) else w)
+    return len(jax.tree.leaves(weights["experts_gate"])[0])  # of all its arrays
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -426,7 +438,7 @@ _take.defvjp(_take_forward, _take_backward)
 
 def _shared(
     activation: Callable[[Array], Array],
-    weights: Mapping[str, Weight],
+    weights: Mapping[str, SampledWeight],
     y: Array,
     placement: Placement | None,
 ) -> Array:

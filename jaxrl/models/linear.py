@@ -1,10 +1,11 @@
-"""Products with a weight matrix, alone or with a low-rank adapter (LoRA) beside it.
+"""Products with a weight matrix: alone, with a low-rank adapter (LoRA) beside it, or in 8 bits.
 
-Hu et al., 2021, https://arxiv.org/abs/2106.09685.
+Hu et al., 2021, https://arxiv.org/abs/2106.09685. 8 bits are for sampling alone: they have no
+gradient.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +49,44 @@ class LoraWeight(struct.PyTreeNode):
         )
 
 
+class QuantisedWeight(struct.PyTreeNode):
+    """Hold a matrix in 8 bits: values times a scale for each output channel.
+
+    A matrix of experts has a leading E in both arrays.
+
+    Example: values [D, H, h], scale [H, h].
+    """
+
+    values: jax.Array  # [in..., out...] int8 or float8_e4m3fn
+    scale: jax.Array  # [out...] float32
+
+
 Weight = jax.Array | LoraWeight
+SampledWeight = Weight | QuantisedWeight  # of a layer that samples, too
+# by the name of a kind of 8 bits: what holds them, and its largest value
+EIGHT_BITS = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
+
+
+def quantise(w: jax.Array, kind: str, inputs: Sequence[int]) -> QuantisedWeight:
+    """Return a matrix in 8 bits: the largest value of a channel is the largest that there is.
+
+        scale = max |w| / 127 (int8) or / 448 (fp8),  values = w / scale, to the nearest
+
+    The maximum is that over the inputs of an output channel; a channel of zeros has scale 1.
+    Symmetric per-channel quantisation: Nagel et al., 2021, https://arxiv.org/abs/2106.08295; e4m3:
+    Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433.
+
+    Args:
+        kind: of `EIGHT_BITS`.
+        inputs: dims of the inputs, from 0 on; all others are of output channels, or of experts.
+    """
+    dtype, largest = EIGHT_BITS[kind]
+    wide = w.astype(jnp.float32)
+    most = jnp.abs(wide).max(axis=tuple(inputs), keepdims=True)
+    scale = jnp.where(most > 0, most / largest, 1.0)
+    values = jnp.clip(wide / scale, -largest, largest)  # a rounding above 448 would be no number
+    values = jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values
+    return QuantisedWeight(values.astype(dtype), scale.squeeze(tuple(inputs)))
 
 
 def einsum_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -74,7 +112,7 @@ def is_adapted(x: object) -> bool:
     return isinstance(x, LoraWeight)
 
 
-def project(x: jax.Array, w: Weight, contract: int = 1) -> jax.Array:
+def project(x: jax.Array, w: SampledWeight, contract: int = 1) -> jax.Array:
     """Multiply x [B, T, in...] by w [in..., out...] -> [B, T, out...], contracting `contract` dims.
 
     As one matrix product: on the CPU the backward of the einsum with two batch dims takes twice as
@@ -85,9 +123,32 @@ def project(x: jax.Array, w: Weight, contract: int = 1) -> jax.Array:
     if isinstance(w, LoraWeight):
         low_rank = project(drop_out(x, w.keys, w.dropout), w.a, contract)
         return project(x, w.w, contract) + project(times(low_rank, w.scale), w.b)
+    if isinstance(w, QuantisedWeight):
+        return _project_quantised(x, w, contract)
     inner = math.prod(w.shape[:contract])
     out = multiply(x.reshape(-1, inner), w.reshape(inner, -1))
     return out.reshape(*x.shape[:2], *w.shape[contract:])
+
+
+def _project_quantised(x: jax.Array, w: QuantisedWeight, contract: int) -> jax.Array:
+    """Do `project`: summed up and scaled in float32, and rounded once.
+
+    Every value of 8 bits is one of bfloat16, too.
+    """
+    x, values = kept_narrow(x, w.values)
+    inner = math.prod(values.shape[:contract])
+    matrix = values.reshape(inner, -1).astype(x.dtype)
+    out = einsum_float32("ni,io->no", x.reshape(-1, inner), matrix) * w.scale.reshape(-1)
+    return out.astype(x.dtype).reshape(*x.shape[:2], *values.shape[contract:])
+
+
+def kept_narrow(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both as they are; a cast of the values then stays where x is.
+
+    Without it XLA casts the weights of all layers before the loop of decode steps, which do not
+    change in it, and keeps them as wide as if they had never been narrow.
+    """
+    return jax.lax.optimization_barrier((x, values))
 
 
 def times(x: jax.Array, scale: Array) -> jax.Array:

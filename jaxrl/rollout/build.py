@@ -23,6 +23,7 @@ from jaxrl.parallel import engine_meshes
 from jaxrl.rollout.native.balancer import Balancer
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.followed import FollowingEngine, spanning_engine
+from jaxrl.rollout.native.kv_cache import page_dtype
 from jaxrl.rollout.weights.folder import WeightFolder
 
 
@@ -57,6 +58,8 @@ def native_engine(
         "enable_prefix_caching": settings.enable_prefix_caching,
         "recompute_kv_on_update": settings.recompute_kv_on_update,
         "speculative_tokens": settings.speculative_tokens,
+        "quantization": settings.quantization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "decode_text": decode_text,
     }
     arguments |= options | settings.engine_init_kwargs
@@ -95,7 +98,9 @@ def engine_kernel(config: cfg.TrainConfig, model: TransformerConfig, device: Any
     Raises:
         ValueError: `trainer.kernels` names one that cannot run the model.
     """
-    facts = facts_of(device, DTYPES[cfg.engine_dtype(config.generator.inference_engine)], model)
+    settings = config.generator.inference_engine
+    facts = facts_of(device, DTYPES[cfg.engine_dtype(settings)], model)
+    facts = facts._replace(pages=page_dtype(settings.kv_cache_dtype, facts.dtype))
     named = config.trainer.kernels.get(PAGED_ATTENTION.name)
     return PAGED_ATTENTION.choose(facts, named)
 

@@ -55,7 +55,9 @@ def sizes_that_fit(
         own = [device for process in processes[: sizes.hosts] for device in process]
         number, experts = settings.num_engines, settings.expert_parallel_size
         mesh = engine_meshes(own, number, sizes.tensor, experts)[0]
-        if sizes.hosts == 1 and resident + copy + 2 * weight_bytes(model, mesh, dtype) > memory:
+        laid_out = weight_bytes(model, mesh, dtype)
+        laid_out += weight_bytes(model, mesh, dtype, settings.quantization)
+        if sizes.hosts == 1 and resident + copy + laid_out > memory:
             return False
         try:
             pages_that_fit(
@@ -68,6 +70,8 @@ def sizes_that_fit(
                 resident=resident,
                 platform=platform,
                 keep_routes=config.trainer.policy.router_replay != "off",
+                quantization=settings.quantization,
+                kv_cache_dtype=settings.kv_cache_dtype,
             )
         except ValueError:
             return False

@@ -30,6 +30,7 @@ class Facts(NamedTuple):
         capability: of an NVIDIA GPU; None = not known, and taken for Hopper's.
         kind: of the devices, as JAX calls it; "" = not known, and taken for one of today.
         masked: tokens are scored among the ids that they were drawn from, not among all.
+        pages: dtype of a cache of keys and values; None = that of the operands.
     """
 
     platform: str
@@ -39,6 +40,7 @@ class Facts(NamedTuple):
     capability: float | None = None
     kind: str = ""
     masked: bool = False
+    pages: Any = None
 
 
 def facts_of(

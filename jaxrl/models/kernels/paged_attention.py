@@ -45,6 +45,9 @@ BLOCK_POSITIONS = 512  # of a row, that an accelerator attends to at once
 BLOCK_QUERIES, TILE_QUERIES = 32, 128
 TILE_VMEM = 48 * 2**20  # bytes; 64 heads of 128 fit
 LANES = 128  # of a TPU's memory
+# Keys and values of 8 bits lie in pages as integers of the same bits: XLA for CPUs would cast whole
+# arrays of float8 to float16, and back, to write a token into them.
+FP8, FP8_BITS, LARGEST_FP8 = jnp.float8_e4m3fn, jnp.uint8, 448.0
 
 Layout = Literal["transposed", "joined", "apart", "shared"]
 
@@ -62,6 +65,9 @@ def layout_of(platform: str, config: TransformerConfig | None = None) -> Layout:
 
 class Pages(struct.PyTreeNode):
     """Hold the keys and values of one layer.
+
+    Of dtype `FP8_BITS` they are float8_e4m3fn, see there: they have no scale, as vLLM has none
+    where none is calibrated, and what is beyond 448 becomes that.
 
     Attributes:
         arrays: as `layout` says.
@@ -128,10 +134,14 @@ class Pages(struct.PyTreeNode):
         """Return the head width that there is room for."""
         return self.arrays[-1].shape[-1]
 
-    def read(self, ids: Array) -> tuple[Array, Array]:
-        """Return the keys [R, K, h, n p] and values [R, K, n p, h] of pages [R, n]."""
+    def read(self, ids: Array, dtype: Any = None) -> tuple[Array, Array]:
+        """Return the keys [R, K, h, n p] and values [R, K, n p, h] of pages [R, n].
+
+        Args:
+            dtype: of what is returned; None = as they are kept.
+        """
         rows, heads, width = len(ids), self.heads, self.width
-        found = [x[ids] for x in self.arrays]
+        found = [_widened(x[ids], dtype) for x in self.arrays]
         if self.layout == "transposed":
             keys, values = found[0].transpose(0, 2, 3, 1, 4), found[1].swapaxes(1, 2)
             return keys.reshape(rows, heads, width, -1), values.reshape(rows, heads, -1, width)
@@ -169,10 +179,25 @@ class Pages(struct.PyTreeNode):
         else:
             tokens = [((ids, offsets), k), ((ids, offsets), v)]
         put = [
-            x.at[at].set(new.astype(x.dtype), mode="drop")
+            x.at[at].set(_narrowed(new, x.dtype), mode="drop")
             for x, (at, new) in zip(self.arrays, tokens, strict=True)
         ]
         return self.replace(arrays=tuple(put))
+
+
+def _narrowed(x: Array, dtype: Any) -> Array:
+    """Return what pages of a dtype keep of keys or values; float8 has no numbers beyond 448."""
+    if dtype != FP8_BITS:
+        return x.astype(dtype)
+    near = jnp.clip(x, -LARGEST_FP8, LARGEST_FP8).astype(FP8)
+    return jax.lax.bitcast_convert_type(near, FP8_BITS)
+
+
+def _widened(x: Array, dtype: Any) -> Array:
+    """Return what pages keep as numbers of a dtype; None = of their own."""
+    if x.dtype == FP8_BITS:
+        x = jax.lax.bitcast_convert_type(x, FP8)
+    return x if dtype is None else x.astype(dtype)
 
 
 def _rows_of_tpu(heads: int, dtype: Any) -> int:
@@ -372,7 +397,7 @@ def attend(  # noqa: PLR0915
     def add_step(number: Array, so_far: tuple[Array, Array, Array]) -> tuple:
         most, total, mixed = so_far
         ids = jax.lax.dynamic_slice_in_dim(table, number * step, step, axis=1)
-        keys, values = pages.read(ids)
+        keys, values = pages.read(ids, q.dtype)
         seen = number * span + here
         written = seen < first[:, None] + asked
         # behind its end a row has pages of others, whatever is in them: 0 x inf is no number
@@ -527,29 +552,39 @@ def _cudnn_needs(facts: Facts) -> list[str]:
             (facts.model.sliding_window is None, "a model without sliding windows"),
             no_sinks(facts.model),
             _no_latents(facts.model),
+            _wide_pages(facts),
         ]
     )
 
 
 def _ragged_needs(facts: Facts) -> list[str]:
     assert facts.model is not None
-    return unmet([no_sinks(facts.model), _no_latents(facts.model)])
+    return unmet([no_sinks(facts.model), _no_latents(facts.model), _wide_pages(facts)])
 
 
 def _no_latents(model: TransformerConfig) -> tuple[bool, str]:
     return model.latent is None, "a model without latent attention"
 
 
+def _wide_pages(facts: Facts) -> tuple[bool, str]:
+    return (
+        facts.pages in (None, facts.dtype),
+        "pages in the engine's dtype (generator.inference_engine.kv_cache_dtype='auto')",
+    )
+
+
 PAGED_ATTENTION = Operation(
     "paged_attention",
     "attention of rows to keys and values in pages",
     {
-        "ragged": Implementation(tpu_ragged, _ragged_needs, "no sinks, no latents"),
+        "ragged": Implementation(
+            tpu_ragged, _ragged_needs, "no sinks, no latents, no pages in fp8"
+        ),
         "cudnn": Implementation(
             cudnn,
             _cudnn_needs,
             "Ampere or later, bfloat16, 8 divides head_dim, head_dim <= 256 (128 before Hopper), "
-            "no soft cap, no sliding windows, no sinks, no latents",
+            "no soft cap, no sliding windows, no sinks, no latents, no pages in fp8",
         ),
         REFERENCE: Implementation(by_pages),
     },

@@ -41,7 +41,7 @@ from jaxrl.models.exact_head import exact_logits, exact_scores_of_logits
 from jaxrl.models.experts import Routing
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.paged_attention import Pages
-from jaxrl.models.linear import merge
+from jaxrl.models.linear import merge, quantise
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
@@ -60,6 +60,16 @@ from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
 from jaxrl.types import Array
 
 LEAST_STOP_IDS = 4  # columns of `Rows.stop_ids`, for few shapes
+# Matrices of a layer that can have 8 bits, and which dims their inputs are. All others keep the
+# engine's dtype: embeddings and head, norms, biases and routers, whose errors no later sum evens
+# out; latents' matrices of low rank, and those of layers that keep a state.
+IN_EIGHT_BITS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("wqkv", "wq", "wk", "wv"), (0,)),
+    "wo": (0, 1),
+    **dict.fromkeys(("w_gate_up", "w_gate", "w_up", "w_down"), (0,)),
+    **dict.fromkeys(("shared_gate", "shared_up", "shared_down"), (0,)),
+    **dict.fromkeys(("experts_gate", "experts_up", "experts_down"), (1,)),
+}
 
 
 @dataclass(frozen=True)
@@ -209,18 +219,26 @@ class Run(struct.PyTreeNode):
 
 
 def decode_params(
-    config: TransformerConfig, params: Params, dtype: jnp.dtype, *, shards: int | None = 1
+    config: TransformerConfig,
+    params: Params,
+    dtype: jnp.dtype,
+    *,
+    shards: int | None = 1,
+    quantization: str | None = None,
 ) -> Params:
     """Return the decode layout: adapters merged, cast, layers a tuple and fused, the head [D, V].
 
-    Fused for `shards` devices over which heads and MLP width are split; None = not fused.
+    Fused for `shards` devices over which heads and MLP width are split; None = not fused. Matrices
+    `IN_EIGHT_BITS` are then quantised, of the kind that `quantization` names; None = they are not.
 
     An unrolled loop over layers updates each cache in place, where a scan would restack them.
     """
     rest = {name: x for name, x in params.items() if name != STACKED}
     stored = by_kind(config, params[STACKED])
     layers = {
-        kind: decode_layers(stored[kind], len(numbers), dtype, shards=shards)
+        kind: decode_layers(
+            stored[kind], len(numbers), dtype, shards=shards, quantization=quantization
+        )
         for kind, numbers in layer_stacks(config)
     }
     return {**decode_rest(rest, dtype), STACKED: in_order(config, layers)}
@@ -231,11 +249,28 @@ def in_order(config: TransformerConfig, layers: Mapping[str, Sequence[Any]]) -> 
     return tuple(layer for run in layer_runs(config) for layer in layers[run.kind][run.in_stack])
 
 
-def decode_layers(stacked: Params, count: int, dtype: jnp.dtype, *, shards: int | None) -> tuple:
+def decode_layers(
+    stacked: Params,
+    count: int,
+    dtype: jnp.dtype,
+    *,
+    shards: int | None,
+    quantization: str | None = None,
+) -> tuple:
     """Return the decode layout of `count` stacked layers."""
     cast = jax.tree.map(lambda x: x.astype(dtype), merge(stacked))
     layers = [jax.tree.map(lambda x, i=i: x[i], cast) for i in range(count)]
-    return tuple(layers if shards is None else (fuse_projections(x, shards) for x in layers))
+    if shards is not None:
+        layers = [fuse_projections(layer, shards) for layer in layers]
+    if quantization is None:
+        return tuple(layers)
+    return tuple(
+        {
+            name: quantise(w, quantization, IN_EIGHT_BITS[name]) if name in IN_EIGHT_BITS else w
+            for name, w in layer.items()
+        }
+        for layer in layers
+    )
 
 
 def decode_rest(params: Params, dtype: jnp.dtype) -> Params:

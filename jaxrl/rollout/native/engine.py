@@ -106,6 +106,8 @@ class NativeEngine(SampleThread):
             trainer computes the same.
         speculative_tokens: guessed in each step from how the row went on before, and kept as far as
             they are what would have been drawn: so the tokens are the same, in fewer steps.
+        quantization, kv_cache_dtype: 8 bits of weights, and of keys and values, see `Programs`. The
+            log-probs are those of what is computed with them.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -139,6 +141,8 @@ class NativeEngine(SampleThread):
         keep_routes: bool = False,
         tiles: Tiles | None = None,
         speculative_tokens: int = 0,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         programs: Callable[..., Programs] = Programs,
     ) -> None:
         super().__init__()
@@ -168,6 +172,8 @@ class NativeEngine(SampleThread):
                 platform=platform,
                 keep_routes=keep_routes,
                 slots=max_num_seqs,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
             )
         self.programs = programs(
             config,
@@ -187,6 +193,8 @@ class NativeEngine(SampleThread):
             keep_routes=keep_routes,
             tiles=tiles,
             drafts=speculative_tokens,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.keep_routes = keep_routes
         self.table = SlotTable(

@@ -20,11 +20,20 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.models.architecture import SOFTMAX, cached_attention, layers_with, routes_shape
 from jaxrl.models.exact import Tiles
-from jaxrl.models.kernels.paged_attention import Layout, Pages, paged_attention
+from jaxrl.models.kernels.paged_attention import FP8_BITS, Layout, Pages, paged_attention
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.rules import MeshAxes, Placement
 from jaxrl.rollout.native.states import States, empty_states, state_specs
 from jaxrl.types import Array
+
+
+def page_dtype(kv_cache_dtype: str, dtype: Any) -> Any:
+    """Return the dtype of the pages of an engine that computes in `dtype`.
+
+    Args:
+        kv_cache_dtype: "auto", the same, or "fp8".
+    """
+    return {"auto": dtype, "fp8": FP8_BITS}[kv_cache_dtype]
 
 
 class Cache(NamedTuple):
@@ -51,10 +60,17 @@ def empty_cache(
     keep_routes: bool = False,
     states: int = 0,
     apart: bool = True,
+    kv_cache_dtype: str = "auto",
 ) -> Cache:
-    """Make a cache of `pages` pages of `size` positions; `layout`, `apart` as in `Pages`."""
+    """Make a cache of `pages` pages of `size` positions; `layout`, `apart` as in `Pages`.
+
+    Args:
+        dtype: of the computation, and of states.
+        kv_cache_dtype: see `page_dtype`.
+    """
+    kept_in = page_dtype(kv_cache_dtype, dtype)
     layers = tuple(
-        Pages.empty(cached_attention(config), pages, size, dtype, layout=layout, apart=apart)
+        Pages.empty(cached_attention(config), pages, size, kept_in, layout=layout, apart=apart)
         for _ in range(layers_with(config, SOFTMAX))
     )
     kept = empty_states(config, states, dtype)

@@ -24,6 +24,7 @@ from jaxrl.models.kernels.choice import facts_of
 from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
+from jaxrl.models.linear import QuantisedWeight
 from jaxrl.models.transformer import (
     FUSED,
     Params,
@@ -105,6 +106,8 @@ def pages_that_fit(
     platform: str | None = None,
     keep_routes: bool = False,
     slots: int = 0,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Return how many pages fit, beside the decode weights, into a share of a device's free memory.
 
@@ -115,15 +118,16 @@ def pages_that_fit(
         utilization: share of what is free.
         memory: bytes of a device; None = as it says itself.
         resident: bytes of a device that are not free.
-        platform, keep_routes, slots: see `Programs`.
+        platform, keep_routes, slots, quantization, kv_cache_dtype: see `Programs`.
 
     Raises:
         ValueError: not even those of one row.
     """
     device = mesh.devices.flat[0]
     size = shape_of(platform or device.platform).page
-    weights = weight_bytes(config, mesh, dtype)
-    empty = functools.partial(_empty, config, device, dtype, keep_routes=keep_routes)
+    weights = weight_bytes(config, mesh, dtype, quantization)
+    kept = {"keep_routes": keep_routes, "kv_cache_dtype": kv_cache_dtype}
+    empty = functools.partial(_empty, config, device, dtype, **kept)
     parts = batch_devices(mesh, RULES)
 
     def of_device(pages: int, states: int) -> int:
@@ -146,9 +150,12 @@ def pages_that_fit(
     return fitting
 
 
-def weight_bytes(config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype) -> int:
+def weight_bytes(
+    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, quantization: str | None = None
+) -> int:
     """Return the bytes of a device that hold its part of the decode weights."""
-    return _on_a_device(*_decode_weights(config, Placement(mesh, RULES), dtype))
+    placement = Placement(mesh, RULES)
+    return _on_a_device(*_decode_weights(config, placement, dtype, quantization=quantization))
 
 
 def _on_a_device(shapes: Any, shardings: Any) -> int:
@@ -169,10 +176,16 @@ def states_of(config: TransformerConfig, rows: int) -> int:
 
 
 def kernel_of(
-    config: TransformerConfig, mesh: Mesh, dtype: jnp.dtype, named: str | None = None
+    config: TransformerConfig,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    named: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> str:
     """Return the name of what the engine attends by on the devices of a mesh."""
-    return paged_kernel(facts_of(mesh.devices.flat[0], dtype, config), named)
+    facts = facts_of(mesh.devices.flat[0], dtype, config)
+    pages = kv_cache.page_dtype(kv_cache_dtype, facts.dtype)
+    return paged_kernel(facts._replace(pages=pages), named)
 
 
 def experts_kernel_of(
@@ -199,6 +212,7 @@ def _empty(
     keep_routes: bool,
     states: int = 0,
     apart: bool = True,
+    kv_cache_dtype: str = "auto",
 ) -> kv_cache.Cache:
     """Make a cache of pages of `size` positions as a device's platform has it."""
     return kv_cache.empty_cache(
@@ -210,6 +224,7 @@ def _empty(
         keep_routes=keep_routes,
         states=states,
         apart=apart,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 
@@ -371,6 +386,8 @@ class Programs:
         keep_routes: keep the experts of each position, for `read_routes`.
         tiles: of the exact mode; None = the shapes of a call decide the last bits.
         drafts: tokens that a step guesses of each row.
+        quantization: 8 bits of the layers' matrices, "int8" or "fp8"; None = they are of `dtype`.
+        kv_cache_dtype: of keys and values in pages, "fp8"; "auto" = `dtype`.
 
     Attributes:
         length: tokens of the longest row that finds room.
@@ -399,6 +416,8 @@ class Programs:
         keep_routes: bool = False,
         tiles: Tiles | None = None,
         drafts: int = 0,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         placement = Placement(mesh, RULES)
         platform = platform or placement.platform
@@ -413,6 +432,11 @@ class Programs:
             raise ValueError(
                 f"tiles.page={tiles.page}: the trainer goes through keys as the engine does, "
                 f"in pages of {self.shape.page}; give tiles of its platform (choose_tiles)"
+            )
+        if tiles is not None and (quantization, kv_cache_dtype) != (None, "auto"):
+            raise ValueError(
+                f"quantization={quantization!r}, kv_cache_dtype={kv_cache_dtype!r}: the exact mode "
+                "has the trainer's own weights, keys and values; set None and 'auto', or no tiles"
             )
         self.group_bytes, self._most_pages = group_bytes, pages
         self.parts = batch_devices(mesh, RULES)
@@ -438,6 +462,8 @@ class Programs:
             page=self.shape.page,
             keep_routes=keep_routes,
             tiles=tiles,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     def load(self, params: Params) -> None:
@@ -791,6 +817,8 @@ def compiled(
     page: int = Shape().page,
     keep_routes: bool = False,
     tiles: Tiles | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Compiled:
     """Return the functions of `decode.py`, jitted with the shardings of their results.
 
@@ -798,22 +826,22 @@ def compiled(
         kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
             `DELTA_RULE`; None = the fastest that can.
         page: positions of a page.
-        keep_routes, tiles: see `Programs`.
+        keep_routes, tiles, quantization, kv_cache_dtype: see `Programs`.
     """
     bind, jit = functools.partial, jax.jit
     kernels = {
-        "kernel": kernel_of(config, placement.mesh, dtype, kernel),
+        "kernel": kernel_of(config, placement.mesh, dtype, kernel, kv_cache_dtype),
         "experts_kernel": experts_kernel_of(config, placement.mesh, dtype, experts_kernel),
         "rule_kernel": rule_kernel_of(config, placement.mesh, dtype, rule_kernel),
     }
     shards, whole = shards_of(placement), placement.sharding((), ())
-    fused = shards if tiles is None else None
+    of_layers = {"shards": shards if tiles is None else None, "quantization": quantization}
     split = shards > 1 or placement.size(placement.rules.experts) > 1
     # also over a single TPU: within `shard_map` its kernel knows the chip, wherever it is compiled
     alone = placement.mesh.size == 1 and placement.platform != "tpu"
     spread = None if alone else placement
     empty = bind(_empty, config, placement.mesh.devices.flat[0], dtype, keep_routes=keep_routes)
-    empty = bind(empty, apart=tiles is None)
+    empty = bind(empty, apart=tiles is None, kv_cache_dtype=kv_cache_dtype)
     parts = placement.size(placement.rules.batch)
     some = {"states": parts} if keeps_states(config) else {}
     shapes = jax.eval_shape(bind(empty, pages=parts, size=page, **some))
@@ -821,12 +849,13 @@ def compiled(
     by_row = placement.sharding((parts,), ("batch",))
     # what is fetched is whole where other processes have devices of the engine
     alone_here = hosts_of(placement.mesh) == 1
-    _, weights = _decode_weights(config, placement, dtype, fused=tiles is None)
+    layout = {"fused": tiles is None, "quantization": quantization}
+    _, weights = _decode_weights(config, placement, dtype, **layout)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
     @functools.cache
     def decode_layers(kind: str, count: int) -> Any:
-        run = bind(device.decode_layers, count=count, dtype=dtype, shards=fused)
+        run = bind(device.decode_layers, count=count, dtype=dtype, **of_layers)
         some = weights[STACKED][dict(layer_stacks(config))[kind][0]]
         return jit(run, out_shardings=(some,) * count if split else whole)
 
@@ -835,7 +864,7 @@ def compiled(
         whole=whole,
         dtype=dtype,
         decode_params=jit(
-            bind(device.decode_params, config, dtype=dtype, shards=fused),
+            bind(device.decode_params, config, dtype=dtype, **of_layers),
             out_shardings=weights if split else whole,
         ),
         rest=rest,
@@ -876,12 +905,17 @@ def compiled(
 
 
 def _decode_weights(
-    config: TransformerConfig, placement: Placement, dtype: jnp.dtype, *, fused: bool = True
+    config: TransformerConfig,
+    placement: Placement,
+    dtype: jnp.dtype,
+    *,
+    fused: bool = True,
+    quantization: str | None = None,
 ) -> tuple[Params, Params]:
     """Return the shapes of the decode layout, and their shardings."""
-    shards = shards_of(placement) if fused else None
+    settings = {"shards": shards_of(placement) if fused else None, "quantization": quantization}
     shapes = jax.eval_shape(
-        functools.partial(device.decode_params, config, dtype=dtype, shards=shards),
+        functools.partial(device.decode_params, config, dtype=dtype, **settings),
         abstract_params(config),
     )
     axes = logical_axes(config)
@@ -892,9 +926,20 @@ def _decode_weights(
         layer = {name: names[1:] for name, names in of_kind[kind].items()}
         layer |= {name: layer[parts[0]] for name, (parts, _) in FUSED.items() if parts[0] in layer}
         for i in numbers:
-            layers[i] = {name: layer[name] for name in shapes["layers"][i]}
+            layers[i] = {
+                name: _axes_of(name, w, layer[name]) for name, w in shapes["layers"][i].items()
+            }
     decode_axes = {**axes, "layers": tuple(layers), "unembed": head}
     shardings = jax.tree.map(
         lambda x, names: placement.sharding(x.shape, names), shapes, decode_axes
     )
     return shapes, shardings
+
+
+def _axes_of(name: str, shapes: Any, axes: tuple[str | None, ...]) -> Any:
+    """Return the logical axes of a weight of a layer, given those of its matrix."""
+    if not isinstance(shapes, QuantisedWeight):
+        return axes
+    inputs = device.IN_EIGHT_BITS[name]
+    of_channels = tuple(axis for dim, axis in enumerate(axes) if dim not in inputs)
+    return QuantisedWeight(axes, of_channels)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,8 @@
-"""The engine samples from the trainer's weights: by its log-probs, and by checksums."""
+"""The engine samples from the trainer's weights: by its log-probs, and by checksums.
+
+A sampler in 8 bits is compared with the trainer's forward pass of weights that are rounded as its
+own are; how far it is from the policy itself is said, and judged by nothing.
+"""
 
 import dataclasses
 import functools
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl import config as cfg
+from jaxrl.array_ops import DTYPES
 from jaxrl.data.packing import collate
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel.checksums import checksums
@@ -18,8 +23,10 @@ from jaxrl.parallel.offload import on_device
 from jaxrl.rollout.conversations.conversation import sample_key, sampling_of
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Completion, Request, Sampling
+from jaxrl.tools.doctor.eight_bits import dequantised
 from jaxrl.tools.doctor.examined_run import ExaminedRun
 from jaxrl.tools.doctor.finding import (
+    COARSE,
     EXACT,
     Finding,
     Unavailable,
@@ -46,14 +53,18 @@ class Sampled(NamedTuple):
     """Hold what the engine sampled, and how far the trainer is from it.
 
     Attributes:
+        scored: [B, T] log-probs by the trainer's forward pass, see `as_sampled`.
         difference: of the log-prob of each token.
         worst: prompt and place of the largest one, in words.
+        from_policy: the difference from the policy itself, of a sampler in 8 bits; None of others.
     """
 
     completions: list[Completion]
     batch: TrainBatch
+    scored: np.ndarray
     difference: np.ndarray
     worst: str
+    from_policy: np.ndarray | None
 
 
 def first(examined: ExaminedRun) -> Finding:
@@ -81,6 +92,10 @@ def _judged(examined: ExaminedRun, sampled: Sampled, about: str, *, stale: bool 
     """Judge the mean and the largest difference, each by its bound."""
     figure, bound, within = _figures(examined, sampled.difference)
     about = f"{len(sampled.difference)} tokens {about}"
+    if (apart := sampled.from_policy) is not None:
+        about += (
+            f"; in 8 bits they are mean {apart.mean():.1e} max {apart.max():.1e} from the policy's"
+        )
     if within:
         return passed(figure, bound, about)
     if stale:
@@ -95,6 +110,8 @@ def _judged(examined: ExaminedRun, sampled: Sampled, about: str, *, stale: bool 
             f"sampler and trainer compute different log-probs for the same tokens (engine "
             f"{settings.backend!r}, {settings.model_dtype})"
         )
+        if settings.quantization is not None:
+            cause += f", the trainer with the weights in 8 bits ({settings.quantization!r})"
         fix = (
             "see that both have the same weights (check 'weights'), temperature, rotary settings "
             "and chat template, and that the engine reports log-probs after the temperature"
@@ -135,12 +152,15 @@ def _sample(examined: ExaminedRun) -> Sampled:
     batch = batch_of([prompt.tokens for prompt, _ in rows], completions)
     mask = np.asarray(batch.loss_mask) > 0
     assert batch.rollout_log_probs is not None
-    difference = np.abs(_scored(examined, batch) - batch.rollout_log_probs)
-    difference = np.where(mask, difference, 0.0)
+    scored = _scored(examined, batch, as_sampled(examined, trainer.params))
+    difference = np.where(mask, np.abs(scored - batch.rollout_log_probs), 0.0)
+    from_policy, settings = None, examined.config.generator.inference_engine
+    if settings.quantization is not None or settings.kv_cache_dtype != "auto":
+        from_policy = np.abs(_scored(examined, batch) - batch.rollout_log_probs)[mask]
     row, column = np.unravel_index(int(difference.argmax()), difference.shape)
     prompt = rows[row][0]
     worst = f"token {int(column) - len(prompt.tokens)} of a sample of prompt {prompt.uid}"
-    return Sampled(completions, batch, difference[mask], worst)
+    return Sampled(completions, batch, scored, difference[mask], worst, from_policy)
 
 
 def unfiltered(examined: ExaminedRun) -> Sampling:
@@ -175,6 +195,14 @@ def batch_of(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
     return collate(output, index=np.arange(len(tokens)))
 
 
+def as_sampled(examined: ExaminedRun, params: Any) -> Any:
+    """Return parameters as the run's sampler has them: themselves, or rounded to 8 bits."""
+    settings = examined.config.generator.inference_engine
+    if settings.quantization is None:
+        return params
+    return dequantised(params, settings.quantization, DTYPES[cfg.engine_dtype(settings)])
+
+
 def _scored(examined: ExaminedRun, batch: TrainBatch, params: Any = None) -> np.ndarray:
     """Return log-probs [B, T] of parameters, None = the trainer's.
 
@@ -197,7 +225,8 @@ def _updated(examined: ExaminedRun) -> float:
         trainer = examined.trainer
         examined.train()
         sampled = _first_samples(examined)
-        bound = sampler_bounds(examined.config).mean
+        # no noise moves log-probs by ten times what keys and values in fp8 do
+        bound = min(sampler_bounds(examined.config).mean, COARSE.mean)
         examined.known["moved"] = _move(examined, sampled, MOVED * bound)
         trainer.sync_weights(int(trainer.state.step))
     return examined.known["moved"]
@@ -212,7 +241,8 @@ def _move(examined: ExaminedRun, sampled: Sampled | None, wanted: float) -> floa
         if sampled is None:
             return float("nan")
         mask = np.asarray(sampled.batch.loss_mask) > 0
-        change = _scored(examined, sampled.batch) - sampled.batch.rollout_log_probs
+        change = _scored(examined, sampled.batch, as_sampled(examined, trainer.params))
+        change -= sampled.scored
         moved = float(np.abs(change)[mask].mean())
         if moved >= wanted:
             return moved
@@ -398,7 +428,7 @@ def _swapped(examined: ExaminedRun, tokens: int, *, recompute: bool) -> Swapped:
     batch = batch_of(prompts, completions)
     drawn_by, contexts = batch.token_versions, batch.context_versions
     assert drawn_by is not None and contexts is not None  # the engine says both
-    scored = np.stack([_scored(examined, batch, params) for params in versions])
+    scored = np.stack([_scored(examined, batch, as_sampled(examined, p)) for p in versions])
     by_its_version = np.take_along_axis(scored, np.maximum(drawn_by, 0)[None], axis=0)[0]
     mask = batch.loss_mask > 0
     mixed = mask & (contexts < drawn_by)

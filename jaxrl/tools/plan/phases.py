@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl import config as cfg
@@ -22,6 +23,7 @@ from jaxrl.parallel.compilation import Call
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.programs import Programs, rule_kernel_of
+from jaxrl.rollout.weights.groups import STACKED
 from jaxrl.tools.plan.hlo import ONCE, Inner
 from jaxrl.tools.plan.run import Run
 from jaxrl.tools.plan.work import (
@@ -324,7 +326,7 @@ def _prefill(run: Run, programs: Programs, part: Part, call: Call, prompts: floa
     chunk = programs.parts * shape.tiles
     tokens = chunk * shape.tile
     attention = attention_flops(model) * context * tokens
-    weights = layer_params(model, tokens) * part.dtype.itemsize / _tensor(part)
+    weights = layer_params(model, tokens) * _weight_bytes(call) / _tensor(part)
     read = _position_bytes(programs, call) * shape.tiles * (context + shape.tile / 2)
     return Phase(
         "prefill",
@@ -368,6 +370,7 @@ def _decode(
     products = slots * steps * each
     rows = slots // programs.parts
     weights = decode_step_bytes(model, rows, 0, part.dtype.itemsize)
+    weights -= layer_params(model, rows) * (part.dtype.itemsize - _weight_bytes(call))
     read = _position_bytes(programs, call) * rows * live * context
     read += 2 * _state_bytes(programs, call) * rows * live
     return Phase(
@@ -388,6 +391,12 @@ def _decode(
         host=HOST_SECONDS * slots,
         ahead=programs.ahead,
     )
+
+
+def _weight_bytes(call: Call) -> float:
+    """Return the bytes of a number of the engine's layers, on average: fewer in 8 bits."""
+    leaves = jax.tree.leaves(call.args[0][STACKED])
+    return sum(x.size * x.dtype.itemsize for x in leaves) / sum(x.size for x in leaves)
 
 
 def _position_bytes(programs: Programs, call: Call) -> float:

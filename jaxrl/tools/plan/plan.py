@@ -12,6 +12,7 @@ from jaxrl.models.kernels.choice import Facts, Operation
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel.chips import GIB
 from jaxrl.records.checkpoint import recorded_settings
+from jaxrl.rollout.native.kv_cache import page_dtype
 from jaxrl.tools.plan.costs import Limits, Memory, device_traffic, limits, seconds
 from jaxrl.tools.plan.phases import SAMPLING, Cache, Phase, cache_of, phases
 from jaxrl.tools.plan.run import Run
@@ -243,6 +244,9 @@ def _kernel_of_gpu(
     )
     facts = Facts("gpu", DTYPES[dtype], model, config.trainer.use_sample_packing is True)
     facts = facts._replace(masked=config.generator.sampling_params.keep_sampling_mask)
+    if sampled:
+        kept = config.generator.inference_engine.kv_cache_dtype
+        facts = facts._replace(pages=page_dtype(kept, facts.dtype))
     return operation.choose(facts, config.trainer.kernels.get(operation.name)).name
 
 

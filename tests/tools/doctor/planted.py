@@ -161,3 +161,25 @@ class BrokenTrainer(Trainer):
 class BrokenExp(BasePPOExp):
     def get_trainer(self, *args, **kwargs):
         return BrokenTrainer(*args, **kwargs)
+
+
+class WrongScaleExp(BasePPOExp):
+    """The sampler's scales of one matrix are a tenth too large, at every update alike."""
+
+    def get_engine(self, model, mesh):
+        engine = super().get_engine(model, mesh)
+        programs = engine.programs
+        load = programs.functions.load
+
+        def wrong(params, *given):
+            held = load(params, *given)
+            first, *others = held["layers"]
+            wo = first["wo"]
+            first = first | {"wo": wo.replace(scale=1.1 * wo.scale)}
+            return held | {"layers": (first, *others)}
+
+        class Functions(type(programs.functions)):
+            load = staticmethod(wrong)
+
+        programs.functions = Functions(*programs.functions)
+        return engine
