@@ -91,6 +91,13 @@ class HttpServer:
         """
         self.sessions.hold(name, sampling, key)
 
+    def session_url(self, name: str) -> str:
+        """Return the address of the API for a session, for programs that send no headers of ours.
+
+        It ends with "/v1" as `url` does; beside it is ".../reward".
+        """
+        return f"{self.url.removesuffix('/v1')}/sessions/{name}/v1"
+
     def take_session(self, name: str) -> ServedSession:
         """Return what was said under an X-Session-ID, and forget it.
 
