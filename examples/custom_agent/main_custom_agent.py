@@ -21,7 +21,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from jaxrl.config import apply_overrides, load_config_file, parse_command_line
 from jaxrl.rollout.protocol import Engine
-from jaxrl.rollout.server.agent_generator import AgentGenerator
+from jaxrl.rollout.server.agent_generator import AgentGenerator, session_url
 from jaxrl.rollout.server.answer_formats import Said
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
@@ -96,7 +96,7 @@ class AgentExp(BasePPOExp):
         box, room = prompt.extras["box"], Room(prompt.extras["digits"])
         # Nothing is encrypted on loopback, and to read certificates takes longer than an answer.
         plain = DefaultAsyncHttpxClient(verify=False)
-        address = self.server.session_url(session_id)
+        address = session_url(base_url, session_id)
         async with AsyncOpenAI(base_url=address, api_key="-", http_client=plain) as client:
             answer = await run_agent(client, box, room)
             right = [room.looked[:1] == [box], room.looked != [] and answer == room.found[box]]

@@ -17,6 +17,14 @@ _log = logging.getLogger(__name__)
 Agent = Callable[[str, str, Prompt], Awaitable[float | None]]
 
 
+def session_url(base_url: str, session_id: str) -> str:
+    """Return the base URL of a session's requests, for programs that cannot send its header.
+
+    It ends with "/v1", as `base_url` does; beside it is "../reward".
+    """
+    return f"{base_url.removesuffix('/v1')}/sessions/{session_id}/v1"
+
+
 class AgentGenerator:
     """Run an agent of yours for each trajectory; a `GeneratorInterface`.
 
@@ -34,6 +42,8 @@ class AgentGenerator:
         max_agents: that run at a time.
         seconds: that an agent may take; None = any.
         step_wise: take trajectories of several branches.
+        fixed_sampling: an agent that asks for another temperature, filter or seed than the
+            trainer's is not refused, but answered with the trainer's.
 
     Example:
         async def agent(base_url, session_id, prompt):
@@ -51,9 +61,11 @@ class AgentGenerator:
         max_agents: int = 64,
         seconds: float | None = 600.0,
         step_wise: bool = False,
+        fixed_sampling: bool = False,
     ) -> None:
         self.server, self.agent = server, agent
         self.max_agents, self.seconds, self.step_wise = max_agents, seconds, step_wise
+        self.fixed_sampling = fixed_sampling
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Return the trajectories of the batch, in order.
@@ -89,7 +101,7 @@ class AgentGenerator:
         self, prompt: Prompt, key: tuple[int, int], sampling: Any
     ) -> tuple[ServedSession, list[Trajectory]]:
         name = f"rollout-{secrets.token_hex(12)}"
-        self.server.open_session(name, sampling, key)
+        self.server.open_session(name, sampling, key, fixed=self.fixed_sampling)
         failed, reward = True, None
         try:
             call = self.agent(self.server.url, name, prompt)

@@ -130,6 +130,8 @@ class RequestReader:
         calls: int | None = 0,
     ) -> SampleRequest:
         self.served.check_name(body.model)
+        if turn is not None and turn.session.fixed:
+            body = body.model_copy(update=dict.fromkeys((*_DISTRIBUTION, "seed", "keys")))
         sampling = self._sampling(body, prompts, turn, default_tokens)
         reported = next(n for n in _ALTERNATIVES if n >= (alternatives or 0))
         new_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"

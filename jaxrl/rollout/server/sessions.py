@@ -123,15 +123,21 @@ class ServedSession:
         name: the id.
         sampling: what requests that do not say otherwise sample with; None = the server's defaults.
         key: names the PRNG keys of its turns; None = random ones.
+        fixed: what requests say about temperature, filters and seeds does not count.
 
     Attributes:
         reward: that was posted; None: none was.
     """
 
     def __init__(
-        self, name: str, sampling: Sampling | None = None, key: tuple[int, int] | None = None
+        self,
+        name: str,
+        sampling: Sampling | None = None,
+        key: tuple[int, int] | None = None,
+        *,
+        fixed: bool = False,
     ) -> None:
-        self.name, self.sampling, self.key = name, sampling, key
+        self.name, self.sampling, self.key, self.fixed = name, sampling, key, fixed
         self.segments: list[Segment] = []
         self.used = time.monotonic()
         self.tokens = 0  # of all segments
@@ -297,10 +303,12 @@ class ServedSessions:
         self._held: dict[str, ServedSession] = {}
         self._lock = threading.Lock()
 
-    def hold(self, name: str, sampling: Sampling, key: tuple[int, int]) -> None:
-        """Begin a session that stays until it is taken."""
+    def hold(
+        self, name: str, sampling: Sampling, key: tuple[int, int], *, fixed: bool = False
+    ) -> None:
+        """Begin a session that stays until it is taken; see `ServedSession`."""
         with self._lock:
-            self._held[name] = ServedSession(name, sampling, key)
+            self._held[name] = ServedSession(name, sampling, key, fixed=fixed)
 
     def open(self, name: str) -> ServedSession:
         """Return the session of this name; a new one if there is none."""

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.protocol import Completion
-from jaxrl.rollout.server.agent_generator import AgentGenerator, branch_metrics
+from jaxrl.rollout.server.agent_generator import AgentGenerator, branch_metrics, session_url
 from jaxrl.rollout.server.sessions import ServedSession
 from tests.rollout.server.test_server import ask
 from tests.rollout.server.test_sessions import AGAIN, PROMPT, SAMPLING, USER, batch, chat
@@ -107,6 +107,15 @@ def test_requests_of_the_trainers_session_have_keys_of_their_own(server):
     assert sorted(s.number for s in session.segments) == list(range(8))
 
 
+def test_a_fixed_session_samples_as_the_trainer_does(server, client):
+    answers = []
+    for number, asked in enumerate(({}, {"temperature": 0.0, "top_p": 0.5, "seed": 3})):
+        server.open_session(f"fixed-{number}", SAMPLING, (1, 2), fixed=True)
+        settings = {"seed": None, **asked}
+        answers.append(chat(client, f"fixed-{number}", [USER], **settings).token_ids)
+    assert answers[0] == answers[1]
+
+
 def test_a_turn_that_says_nothing_gives_its_number_back():
     session = ServedSession("numbers", SAMPLING, (1, 2))
     first, second = session.continue_tokens((1, 2)), session.continue_tokens((1, 2))
@@ -134,7 +143,7 @@ def test_a_faster_turn_makes_a_branch_of_the_slower():
 
 
 def test_a_session_by_its_address(server, client):
-    address = server.session_url("by/address".replace("/", "-"))
+    address = session_url(server.url, "by-address")
     with openai.OpenAI(base_url=address, api_key="-") as api:
         answer = api.chat.completions.create(
             model="policy", messages=[USER], max_tokens=3, extra_body={"return_token_ids": True}
@@ -177,7 +186,9 @@ def test_a_reward_is_posted_once(server, client):
 
 def test_agents_whose_rewards_are_posted(server, caplog):
     async def agent(base_url, session_id, prompt):
-        async with openai.AsyncOpenAI(base_url=server.session_url(session_id), api_key="-") as api:
+        async with openai.AsyncOpenAI(
+            base_url=session_url(base_url, session_id), api_key="-"
+        ) as api:
             await api.chat.completions.create(model="policy", messages=prompt.messages, n=2)
             if prompt.uid != "0:1":
                 await api.post("../reward", body={"reward": 3}, cast_to=object)

@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from jaxrl.rollout.server.agent_generator import session_url
 from jaxrl.rollout.server.answer_formats import Said, answer_format, tags
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.server.scripted import TypingEngine, serving
@@ -45,7 +46,9 @@ def talk():
 
     with (
         serving(engine, tokenizer, answer_format=tags) as server,
-        openai.OpenAI(base_url=server.session_url("tools"), api_key="-", max_retries=0) as client,
+        openai.OpenAI(
+            base_url=session_url(server.url, "tools"), api_key="-", max_retries=0
+        ) as client,
     ):
         yield server, client, says
     tokenizer.chat_template = plain
