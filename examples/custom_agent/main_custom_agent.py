@@ -8,6 +8,9 @@ over HTTP, calls the tool that the policy calls, asks again, and ends with what 
 Nothing of that is written for training. It runs at the address of a session, where the server keeps
 the tokens of all that it asks, and at the end a reward is posted there: 0.5 for looking into the
 right box, 0.5 for saying what is in it.
+
+In 70 steps (7 minutes on two busy cores, most of them in the SDK and the client) the reward goes
+from 0.02 to 0.73; the call and a guess of four digits have 0.625.
 """
 
 import sys
@@ -31,13 +34,14 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.py"
 BOXES = "abcd"
 SETTINGS = {
     "trainer.run_name": "custom_agent",
-    "trainer.max_training_steps": 40,
+    "trainer.max_training_steps": 70,
     "trainer.train_batch_size": 16,
     "trainer.policy_mini_batch_size": 8,
     "generator.n_samples_per_prompt": 8,
     "trainer.policy.optimizer_config.scheduler": "constant",
     "trainer.policy.optimizer_config.lr": 3e-3,
     "trainer.algorithm.advantage_estimator": "grpo",  # one reward for the whole conversation
+    "trainer.algorithm.entropy_loss_coef": 0.03,
     "trainer.eval_interval": -1,
     "data.train_data": [f"{__name__}:prompts(size=800, seed=0)"],
     "data.val_data": [],
