@@ -32,8 +32,8 @@ class AgentGenerator:
     that it does not ask for is the trainer's, and so is the PRNG key: an agent that asks one thing
     after the other has the same tokens in every run. What the agent said is one row; if it changed
     what was said before, or went on from one place several times, a row for each branch, the last
-    of which has the reward (`generator.step_wise_trajectories`). A token is sampled in one row
-    alone: in the prompts of others it is read.
+    of which has the reward (`max_branches`). A token is sampled in one row alone: in the prompts of
+    others it is read.
 
     Args:
         server: the endpoint of the run, `BasePPOExp.server`.
@@ -41,7 +41,9 @@ class AgentGenerator:
             which was posted to /sessions/ID/reward when it returns.
         max_agents: that run at a time.
         seconds: that an agent may take; None = any.
-        step_wise: take trajectories of several branches.
+        max_branches: of a trajectory; one with more is masked. Several need
+            generator.step_wise_trajectories, and a generator.max_turns of as many: a batch has
+            room for so many rows of each trajectory.
         fixed_sampling: an agent that asks for another temperature, filter or seed than the
             trainer's is not refused, but answered with the trainer's.
 
@@ -60,11 +62,11 @@ class AgentGenerator:
         *,
         max_agents: int = 64,
         seconds: float | None = 600.0,
-        step_wise: bool = False,
+        max_branches: int = 1,
         fixed_sampling: bool = False,
     ) -> None:
         self.server, self.agent = server, agent
-        self.max_agents, self.seconds, self.step_wise = max_agents, seconds, step_wise
+        self.max_agents, self.seconds, self.max_branches = max_agents, seconds, max_branches
         self.fixed_sampling = fixed_sampling
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
@@ -93,7 +95,7 @@ class AgentGenerator:
             ids = [i for i, parts in zip(ids, rows, strict=True) for _ in parts]
         output = to_columns(flat, ids)
         output["rollout_metrics"] |= branch_metrics([session for session, _ in ended])
-        if self.step_wise:
+        if self.max_branches > 1:
             output["is_last_step"] = [row is parts[-1] for parts in rows for row in parts]
         return output
 
@@ -132,11 +134,12 @@ class AgentGenerator:
             )
         elif not segments:
             why = "the agent asked for nothing under its X-Session-ID"
-        elif len(segments) > 1 and not self.step_wise:
+        elif len(segments) > self.max_branches:
             why = (
-                f"the agent's session has {len(segments)} branches, not one; an agent that changes "
-                "what was said before, or goes on from one place several times, needs "
-                "AgentGenerator(step_wise=True) and generator.step_wise_trajectories"
+                f"the agent's session has {len(segments)} branches, more than {self.max_branches}; "
+                "an agent that changes what was said before, or goes on from one place several "
+                "times, needs AgentGenerator(max_branches=...), generator.step_wise_trajectories "
+                "and a generator.max_turns of as many"
             )
         else:
             return True

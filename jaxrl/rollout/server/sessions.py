@@ -226,7 +226,8 @@ class ServedSession:
                 segment.stop_reason = completion.stop_reason
             return None
         if turn.number is not None:
-            self._spoken.add(turn.number)
+            with self._lock:
+                self._spoken.add(turn.number)
         whole = (*turn.prompt, *completion.tokens)
         if self._holds(whole, key):
             return None

@@ -193,7 +193,7 @@ def test_agents_whose_rewards_are_posted(server, caplog):
             if prompt.uid != "0:1":
                 await api.post("../reward", body={"reward": 3}, cast_to=object)
 
-    output = generate_now(AgentGenerator(server, agent, step_wise=True), batch(2))
+    output = generate_now(AgentGenerator(server, agent, max_branches=2), batch(2))
     assert [sum(rewards) for rewards in output["rewards"]] == [0, 3, 0]
     assert output["stop_reasons"][2] == "env_error"
     assert output["is_last_step"] == [False, True, True]

@@ -248,7 +248,7 @@ def test_an_agent_that_changes_the_past_makes_a_row_for_each_part(server):
             await answer_once(base_url, session_id, prompt)
         return 2.0
 
-    output = generate_now(AgentGenerator(server, agent, step_wise=True), batch(2))
+    output = generate_now(AgentGenerator(server, agent, max_branches=2), batch(2))
     assert output["is_last_step"] == [False, True, False, True]
     assert [sum(rewards) for rewards in output["rewards"]] == [0, 2, 0, 2]
     with pytest.raises(RuntimeError, match="all 2 agents"):
