@@ -39,6 +39,14 @@ class ServeConfig(BaseConfig):
         must(_are_networks, 'must be networks such as "10.0.0.0/8"'),
     ] = field(default_factory=list)
     """Networks from whose hosts it may, too: the trainer's other hosts, and other servers."""
+    answer_format: Annotated[
+        str,
+        must(lambda name: name in ("text", "tags") or ":" in name, "must be text, tags or a path"),
+    ] = "text"
+    """How answers of chats are read: "text", as they are; "tags", `<think>..</think>` as
+    reasoning_content and `<tool_call>{..}</tool_call>` as tool_calls; or a function of yours,
+    "my_pkg.my_module:function", from a text, and whether it may call tools, to
+    `answer_formats.Said`."""
     max_num_seqs: Annotated[int, positive] = 32
     """Samples decoded together by `jaxrl.serve`, over all engines."""
     max_model_len: Annotated[

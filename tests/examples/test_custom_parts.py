@@ -45,6 +45,15 @@ def test_custom_generator(tmp_path):
     assert mean(lines[-5:], "environment/all_right") > 0.2
 
 
+def test_custom_agent(tmp_path):
+    lines, _ = run("custom_agent", tmp_path, "--config.trainer.max_training_steps=30")
+    assert mean(lines[:5]) < 0.1
+    assert mean(lines[-5:]) > 0.4  # it looks into the right box; in 30 steps it only guesses then
+    assert mean(lines, "generate/avg_turns") > 1
+    assert all(line["agent/branches"] == 0 for line in lines)
+    assert all(line["generate/env_errors"] == 0 for line in lines)
+
+
 def test_custom_trainer(tmp_path):
     lines, printed = run("custom_trainer", tmp_path, as_run="custom_trainer_0.25")
     assert mean(lines[:5]) < 0.1

@@ -16,15 +16,17 @@ from jaxrl.rollout.server.auth import Guard
 from jaxrl.rollout.server.bodies import (
     AbortBody,
     DetokenizeBody,
+    RewardBody,
     TokenizeChatBody,
     TokenizeTextBody,
     UpdateWeightsBody,
     invalid,
+    plain_messages,
 )
 from jaxrl.rollout.server.errors import ApiError, parse_json
 from jaxrl.rollout.server.prometheus import Stopwatch
 from jaxrl.rollout.server.requests import SampleRequest
-from jaxrl.rollout.server.responses import ResponseBuilder, TextStream, text_for_client
+from jaxrl.rollout.server.responses import ResponseBuilder, TextStream
 from jaxrl.rollout.server.runs import RunningRequest, SamplePart
 from jaxrl.rollout.server.service import Control, Service
 from jaxrl.rollout.weights.incoming import Notice
@@ -57,7 +59,7 @@ class ApiRoutes:
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions", self.completions),
                 web.get("/v1/models", self.models),
-                web.get("/v1/models/{id:.+}", self.model),
+                web.get("/v1/models/{model:.+}", self.model),
                 web.post("/tokenize", self.tokenize),
                 web.post("/detokenize", self.detokenize),
                 web.get("/health", self.health),
@@ -65,6 +67,12 @@ class ApiRoutes:
                 web.post("/abort", self.abort),
                 web.get("/sessions/{id}", self.get_session),
                 web.delete("/sessions/{id}", self.take_session),
+                web.post("/sessions/{id}/reward", self.reward),
+                # for programs that take an address and no headers
+                web.post("/sessions/{id}/v1/chat/completions", self.chat),
+                web.post("/sessions/{id}/v1/completions", self.completions),
+                web.get("/sessions/{id}/v1/models", self.models),
+                web.get("/sessions/{id}/v1/models/{model:.+}", self.model),
             ]
         )
         if self.control is not None:
@@ -114,7 +122,7 @@ class ApiRoutes:
         try:
             async with asyncio.timeout(seconds):
                 body = parse_json(await request.read())
-                name = request.headers.get(SESSION_HEADER)
+                name = request.match_info.get("id", request.headers.get(SESSION_HEADER))
                 sample_request = await self.service.read(body, name, chat=chat)
                 async with self.service.running(sample_request) as run:
                     if not sample_request.stream:
@@ -142,8 +150,10 @@ class ApiRoutes:
             if part.whole is not None:
                 completions[part.sample] = part.whole
         ordered = [completions[number] for number in range(sample_request.samples)]
-        await self._record(sample_request, ordered[0])
-        return await self.service.in_thread(self._answer(sample_request).whole, ordered)
+        answer = self._answer(sample_request)
+        for number, completion in enumerate(ordered):
+            await self._record(answer, number, completion)
+        return await self.service.in_thread(answer.whole, ordered)
 
     async def _stream(
         self, run: RunningRequest, stream: web.StreamResponse, watch: Stopwatch
@@ -156,7 +166,7 @@ class ApiRoutes:
             watch.tokens(len(part.new.tokens))
             tokens += len(part.new.tokens)
             if part.whole is not None:
-                await self._record(sample_request, part.whole)
+                await self._record(answer, part.sample, part.whole)
             piece = texts[part.sample].piece(part)
             if piece is not None:
                 await _send(stream, piece)
@@ -165,17 +175,27 @@ class ApiRoutes:
         await stream.write(b"data: [DONE]\n\n")
         await stream.write_eof()
 
-    async def _record(self, sample_request: SampleRequest, completion: Completion) -> None:
-        if sample_request.turn is not None:
-            text = text_for_client(sample_request, self.service.served.tokenizer, completion)
-            await self.service.in_thread(
-                sample_request.turn.session.record, sample_request.turn, completion, text
-            )
+    async def _record(self, answer: ResponseBuilder, number: int, completion: Completion) -> None:
+        if answer.request.turn is not None:
+            await self.service.in_thread(self._keep, answer, number, completion)
+
+    def _keep(self, answer: ResponseBuilder, number: int, completion: Completion) -> None:
+        """Keep a sample in its session, and count it."""
+        request, measures = answer.request, self.service.measures
+        turn, message = request.turn, None
+        assert turn is not None
+        if request.chat:
+            (message,) = plain_messages([answer.message(number, completion)])
+        keys = [key for keys in request.keys for key in keys]
+        segment = turn.session.record(turn, completion, message, keys[number])
+        if segment is not None:
+            branch = "other" if segment.number else "first"
+            measures.session_tokens.labels(branch).inc(len(completion.tokens))
+            if segment.number and len(segment.points) == 1:
+                measures.session_branches.inc()
 
     def _answer(self, sample_request: SampleRequest) -> ResponseBuilder:
-        return ResponseBuilder(
-            self.service.served.name, self.service.served.tokenizer, sample_request
-        )
+        return ResponseBuilder(self.service.served, sample_request)
 
     async def abort(self, request: web.Request) -> web.Response:
         """Answer POST /abort: {"request_ids": [...]}, or {} for all."""
@@ -194,6 +214,13 @@ class ApiRoutes:
         session = self.service.sessions.take(request.match_info["id"])
         return web.json_response(await self.service.in_thread(session.as_json))
 
+    async def reward(self, request: web.Request) -> web.Response:
+        """Answer POST /sessions/ID/reward: {"reward": number}."""
+        body = RewardBody.model_validate(parse_json(await request.read()))
+        name = request.match_info["id"]
+        self.service.sessions.reward(name, body.reward)
+        return web.json_response({"id": name, "reward": body.reward})
+
     # ---- the model
 
     async def models(self, request: web.Request) -> web.Response:
@@ -201,8 +228,8 @@ class ApiRoutes:
         return web.json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: web.Request) -> web.Response:
-        """Answer GET /v1/models/ID."""
-        self.service.served.check_name(request.match_info["id"])
+        """Answer GET /v1/models/NAME."""
+        self.service.served.check_name(request.match_info["model"])
         return web.json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -331,7 +358,12 @@ class SampleStream:
     def piece(self, part: SamplePart) -> dict[str, Any] | None:
         """Return what a part tells the client; None: nothing yet."""
         whole = part.whole
-        text = self.text.add(part.new.tokens) if whole is None else self.text.finish(whole)
+        if self.answer.in_parts:
+            if whole is not None:
+                return self.answer.last_piece(self.number, part.new, whole)
+            text = ""
+        else:
+            text = self.text.add(part.new.tokens) if whole is None else self.text.finish(whole)
         sample_request, start = self.answer.request, self.length
         self.length += len(text)
         if not (

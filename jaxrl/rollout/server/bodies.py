@@ -5,8 +5,10 @@ cannot change an answer. Bounds that depend on the model or the config are check
 known: in `requests`.
 """
 
+import contextlib
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,7 +35,6 @@ IGNORED = {
     "prompt_cache_retention",
     "safety_identifier",
     "prediction",
-    "parallel_tool_calls",
     "priority",
     "cache_salt",
 }
@@ -46,7 +47,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -105,13 +107,48 @@ def _as_prompts(prompt: Any) -> Any:
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """Return messages without null fields, a content of text parts as one string."""
+    """Return messages in the one form in which they are rendered and compared.
+
+    Fields that are null are gone, a content of text parts is one string, that of an assistant who
+    only calls tools is "", and arguments of calls are objects, not their JSON, as chat templates
+    want them.
+    """
     if not all(isinstance(message.get("role"), str) for message in messages):
         raise ValueError('each must be an object with a "role" and a "content"')
-    return [
-        {k: _plain(v) if k == "content" else v for k, v in message.items() if v is not None}
-        for message in messages
-    ]
+    return [_plain_message(message) for message in messages]
+
+
+def _plain_message(message: dict[str, Any]) -> Message:
+    plain = {k: _plain(v) if k == "content" else v for k, v in message.items() if v is not None}
+    if plain["role"] == "assistant":
+        calls = plain.pop("tool_calls", [])
+        if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+            raise ValueError('tool_calls is a list of {"id", "type", "function"}')
+        plain = {"role": "assistant", "content": "", **plain}
+        if calls:
+            plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments", {})
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # the client's own words; a template may write them
+            arguments = json.loads(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def plain_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as they are; refuse what no template can write."""
+    for tool in tools:
+        if tool.get("type") != "function" or not _is_call(tool):
+            raise ValueError('each must be {"type": "function", "function": {"name": ...}}')
+    return tools
 
 
 def _plain(content: Any) -> str:
@@ -130,6 +167,7 @@ NotEmpty = Annotated[str, Field(min_length=1)]
 Stops = Annotated[list[NotEmpty], BeforeValidator(_as_list), Field(max_length=MOST_STOPS)]
 Prompts = Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1), AfterValidator(plain_messages)]
+Tools = Annotated[list[dict[str, Any]], AfterValidator(plain_tools)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 
 
@@ -187,6 +225,9 @@ class ChatBody(SamplesBody):
     """Describe the body that asks for the next turn of a chat, POST /v1/chat/completions."""
 
     messages: Messages
+    tools: Tools = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: Alternatives = 0
@@ -219,6 +260,12 @@ class AbortBody(Body):
     """Describe POST /abort; without ids all requests are meant."""
 
     request_ids: list[str] | None = None
+
+
+class RewardBody(Body):
+    """Describe POST /sessions/ID/reward: what the whole conversation was worth."""
+
+    reward: float
 
 
 class UpdateWeightsBody(Body):

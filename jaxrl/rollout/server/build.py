@@ -21,6 +21,7 @@ from jaxrl.parallel.compilation import enable_cache
 from jaxrl.rollout.build import engine_kernel, native_engine
 from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.protocol import Request, Sampling
+from jaxrl.rollout.server.answer_formats import answer_format
 from jaxrl.rollout.server.auth import read_token
 from jaxrl.rollout.server.served_model import ServedModel
 from jaxrl.rollout.server.server import HttpServer
@@ -45,6 +46,7 @@ def served_model(
         max_model_len=max_model_len,
         eos_token_ids=tuple(sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})),
         variables=config.generator.chat_template_kwargs,
+        answer_format=answer_format(config.serve.answer_format),
     )
 
 

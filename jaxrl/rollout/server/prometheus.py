@@ -15,6 +15,17 @@ class Measures:
         )
         self.prompt_tokens = Counter("jaxrl_prompt_tokens", "Prompt tokens.", registry=registry)
         self.tokens = Counter("jaxrl_generated_tokens", "Sampled tokens.", registry=registry)
+        self.session_tokens = Counter(
+            "jaxrl_session_tokens",
+            "Sampled tokens of sessions, in their first branch and in others.",
+            ["branch"],
+            registry=registry,
+        )
+        self.session_branches = Counter(
+            "jaxrl_session_branches",
+            "Samples of sessions that began a branch other than the first.",
+            registry=registry,
+        )
         self.cancelled = Counter(
             "jaxrl_cut_short_requests", "Their client left, or time was over.", registry=registry
         )

@@ -36,6 +36,7 @@ class SampleRequest:
         alternatives: reported with each token; None = no log-probs in the answer.
         chat: the answer has the form of a chat.
         turn: of a conversation that the server keeps.
+        calls: of tools that are read in an answer, at most; None = all.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class SampleRequest:
     return_token_ids: bool
     skip_special_tokens: bool
     turn: Turn | None = None
+    calls: int | None = 0
 
     @property
     def samples(self) -> int:
@@ -88,7 +90,12 @@ class RequestReader:
         body = ChatBody.model_validate(raw)
         if body.top_logprobs and not body.logprobs:
             refuse("top_logprobs", body.top_logprobs, "needs logprobs=true")
+        if body.tools and self.served.answer_format is None:
+            fix = "no calls are read in answers here; the server needs serve.answer_format=tags"
+            refuse("tools", body.tools, fix)
         variables = self.variables(body.chat_template_kwargs)
+        if body.tools:
+            variables["tools"] = body.tools
         turn = None
         if session is not None:
             turn = session.continue_messages(body.messages, variables, self.served)
@@ -100,6 +107,7 @@ class RequestReader:
             alternatives=body.top_logprobs if body.logprobs else None,
             default_tokens=self.served.max_model_len,
             chat=True,
+            calls=_most_calls(body),
         )
 
     def variables(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,8 +127,11 @@ class RequestReader:
         alternatives: int | None,
         default_tokens: int,
         chat: bool,
+        calls: int | None = 0,
     ) -> SampleRequest:
         self.served.check_name(body.model)
+        if turn is not None and turn.session.fixed:
+            body = body.model_copy(update=dict.fromkeys((*_DISTRIBUTION, "seed", "keys")))
         sampling = self._sampling(body, prompts, turn, default_tokens)
         reported = next(n for n in _ALTERNATIVES if n >= (alternatives or 0))
         new_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -136,6 +147,7 @@ class RequestReader:
             return_token_ids=body.return_token_ids,
             skip_special_tokens=body.skip_special_tokens,
             turn=turn,
+            calls=calls,
         )
 
     def _prompts(self, body: CompletionBody) -> tuple[tuple[int, ...], ...]:
@@ -214,17 +226,22 @@ class RequestReader:
         n = body.n or len(body.keys or (0,))
         if n > most:
             refuse("n", n, f"must be at most {most}")
-        if turn is not None and n > 1:
-            refuse("n", n, "a conversation (X-Session-ID) goes on with one answer")
+        if body.keys is not None and (len(prompts) > 1 or n != len(body.keys)):
+            refuse("keys", body.keys, f"needs one prompt, and n={n} keys")
+        key = None if turn is None else turn.begin()
         if body.keys is not None:
-            if len(prompts) > 1 or n != len(body.keys):
-                refuse("keys", body.keys, f"needs one prompt, and n={n} keys")
             return (tuple((first, second) for first, second in body.keys),)
-        if body.seed is None and turn is not None and turn.key is not None:
-            return ((turn.key,),)
+        if body.seed is None and key is not None:
+            return ((key, *(sample_key(*key, "sample", i) for i in range(1, n))),)
         name = secrets.token_hex(16) if body.seed is None else body.seed
         numbers = range(len(prompts))
         return tuple(tuple(sample_key("serve", name, p, i) for i in range(n)) for p in numbers)
+
+
+def _most_calls(body: ChatBody) -> int | None:
+    if not body.tools or body.tool_choice == "none":
+        return 0
+    return None if body.parallel_tool_calls else 1
 
 
 def _only(prompts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Answers in OpenAI's form: whole, and as pieces of a stream."""
 
 import functools
+import json
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from jaxrl.rollout.native.stop_strings import Decode, GrowingText, completion_text
 from jaxrl.rollout.protocol import Completion
 from jaxrl.rollout.server.requests import SampleRequest
+from jaxrl.rollout.server.served_model import ServedModel
+from jaxrl.types import Message
 
 
 def text_for_client(request: SampleRequest, tokenizer: Any, completion: Completion) -> str:
@@ -68,35 +71,71 @@ class ResponseBuilder:
     """Build the JSON of one request's answer.
 
     Args:
-        model: name.
-        tokenizer: to name tokens.
+        served: model.
         request: what was asked.
     """
 
-    def __init__(self, model: str, tokenizer: Any, request: SampleRequest) -> None:
-        self.tokenizer, self.request = tokenizer, request
-        self._head = {"id": request.request_id, "created": int(time.time()), "model": model}
+    def __init__(self, served: ServedModel, request: SampleRequest) -> None:
+        self.served, self.tokenizer, self.request = served, served.tokenizer, request
+        self._head = {"id": request.request_id, "created": int(time.time()), "model": served.name}
         self._prompt_of = [p for p, keys in enumerate(request.keys) for _ in keys]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the answer that is not streamed."""
         choices = []
         for number, completion in enumerate(completions):
-            text = text_for_client(self.request, self.tokenizer, completion)
             choice = self._choice(number, completion)
             if self.request.chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                message = self.message(number, completion)
+                choice["message"] = {**message, "refusal": None}
+                _end_with_calls(choice, message)
             else:
-                choice["text"] = text
+                choice["text"] = text_for_client(self.request, self.tokenizer, completion)
             choices.append(choice)
         kind = "chat.completion" if self.request.chat else "text_completion"
         usage = self.usage(sum(len(c.tokens) for c in completions))
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
+    @property
+    def in_parts(self) -> bool:
+        """Return whether an answer is read as a whole: its thoughts, its calls, its content."""
+        return self.request.chat and self.served.answer_format is not None
+
+    def message(self, number: int, completion: Completion) -> Message:
+        """Return what the assistant says in a finished sample; the same each time."""
+        text = text_for_client(self.request, self.tokenizer, completion)
+        if self.served.answer_format is None:
+            return {"role": "assistant", "content": text}
+        said = self.served.answer_format(text, self.request.calls != 0)
+        calls = said.calls[: self.request.calls]
+        message: Message = {"role": "assistant", "content": said.content}
+        if said.thoughts:
+            message["reasoning_content"] = said.thoughts
+        if calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [
+                {
+                    "id": f"call-{self.request.request_id}-{number}-{i}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(arguments)},
+                }
+                for i, (name, arguments) in enumerate(calls)
+            ]
+        return message
+
     def opening(self, number: int) -> dict[str, Any]:
         """Return the first piece of a chat: who speaks."""
         choice = {"index": number, "delta": {"role": "assistant", "content": ""}}
         return self._piece([{**choice, "logprobs": None, "finish_reason": None}])
+
+    def last_piece(self, number: int, new: Completion, whole: Completion) -> dict[str, Any]:
+        """Return the last piece of a sample that is read as a whole: all that it says."""
+        choice, message = self._choice(number, new), self.message(number, whole)
+        _end_with_calls(choice, message)
+        choice["delta"] = {name: value for name, value in message.items() if name != "role"}
+        if calls := message.get("tool_calls"):
+            choice["delta"]["tool_calls"] = [{"index": i, **c} for i, c in enumerate(calls)]
+        return self._piece([choice])
 
     def piece(self, number: int, text: str, new: Completion, start: int) -> dict[str, Any]:
         """Return a piece of a stream.
@@ -187,6 +226,12 @@ class ResponseBuilder:
     def _entry(self, token: int, score: float) -> dict[str, Any]:
         known = list(token_bytes(self.tokenizer, token))
         return {"token": self._name(token), "logprob": score, "bytes": known}
+
+
+def _end_with_calls(choice: dict[str, Any], message: Message) -> None:
+    """Let a choice say that it has ended with calls of tools, if it has."""
+    if choice["finish_reason"] == "stop" and "tool_calls" in message:
+        choice["finish_reason"] = "tool_calls"
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:

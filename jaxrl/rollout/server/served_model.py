@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.rollout.server.answer_formats import AnswerFormat
 from jaxrl.rollout.server.errors import ApiError, refuse
 from jaxrl.types import Message
 
@@ -17,6 +18,7 @@ class ServedModel:
         name: that requests must give.
         eos_token_ids: end an answer.
         variables: of the chat template, unless a request has others.
+        answer_format: reads thoughts and calls of tools in an answer; None: it is plain text.
     """
 
     name: str
@@ -25,6 +27,7 @@ class ServedModel:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
+    answer_format: AnswerFormat | None = None
 
     def check_name(self, name: str | None) -> None:
         """Raise 404 for another model's name; None: the request names none."""

@@ -83,13 +83,17 @@ class HttpServer:
         """Wait for the end of the thread."""
         self._thread.join()
 
-    def open_session(self, name: str, sampling: Sampling, key: tuple[int, int]) -> None:
+    def open_session(
+        self, name: str, sampling: Sampling, key: tuple[int, int], *, fixed: bool = False
+    ) -> None:
         """Begin a session whose requests sample so, and which stays until it is taken.
 
         Args:
             key: names the PRNG keys of its turns.
+            fixed: requests that ask for another temperature, filter or seed are not refused, but
+                sampled so all the same.
         """
-        self.sessions.hold(name, sampling, key)
+        self.sessions.hold(name, sampling, key, fixed=fixed)
 
     def take_session(self, name: str) -> ServedSession:
         """Return what was said under an X-Session-ID, and forget it.

@@ -72,7 +72,15 @@ class Service:
         Raises:
             ApiError: too many wait, or the id is in use.
         """
-        self._check_room(request)
+        with contextlib.ExitStack() as closing:
+            if request.turn is not None:
+                closing.callback(request.turn.close)
+            self._check_room(request)
+            async with self._running(request) as run:
+                yield run
+
+    @contextlib.asynccontextmanager
+    async def _running(self, request: SampleRequest) -> AsyncIterator[RunningRequest]:
         run = self.runs[request.request_id] = RunningRequest(request)
         self._count(request.samples)
         try:

@@ -2,14 +2,17 @@
 
 A client sends text; the tokens it was answered with are what must be trained on. When a request
 goes on from an earlier one of its session, the earlier tokens stay as they are and only what is new
-is tokenised. When it does not, because the client changed what was said, a new segment begins.
+is tokenised. Where it goes on from a place that another went on from already, or nothing in the
+session is a beginning of it, a new segment begins. So the segments are the branches of a tree: what
+a branch shares with its parent stands in its prompt, and each sampled token is in one response.
 """
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.rollout.conversations.conversation import sample_key
@@ -23,24 +26,52 @@ LONGEST_ID = 200
 MOST_SEGMENTS = 64  # of a session; a client whose requests never go on would fill the memory
 
 
-@dataclass
-class Segment:
-    """Hold a part of a session in which every turn goes on from the one before.
+@dataclass(frozen=True)
+class Point:
+    """Describe the end of a turn, from which requests may go on.
 
     Attributes:
-        messages: what the next request must begin with to go on; None: it came as tokens.
+        length: tokens of the segment up to here.
+        key: of the PRNG, that the turn was sampled with.
+        messages: what a request must begin with to go on; None: the turn came as tokens.
+        tools: that the prompt told of.
+    """
+
+    length: int
+    key: tuple[int, int] | None = None
+    messages: list[Message] | None = None
+    tools: Any = None
+
+
+@dataclass
+class Segment:
+    """Hold a branch of a session: turns of which each goes on from the one before.
+
+    Attributes:
+        points: the ends of its turns.
+        number: among all that began in the session, from 0.
+        parent: number of the segment that its prompt goes on from; None: from none.
         used: number of the session's turn that was recorded here last.
     """
 
     transcript: Transcript
-    messages: list[Message] | None = None
+    number: int = 0
+    parent: int | None = None
+    points: list[Point] = field(default_factory=list)
     stop_reason: str = ""
     used: int = 0
+
+    @property
+    def sampled(self) -> int:
+        """Return the number of sampled tokens, those of its parents not counted."""
+        return sum(end - start for start, end in self.transcript.turns)
 
     def as_json(self) -> dict[str, Any]:
         """Return the segment as columns, one entry per response token."""
         transcript = self.transcript
         return {
+            "number": self.number,
+            "parent": self.parent,
             "prompt_token_ids": transcript.prompt,
             "response_token_ids": transcript.tokens,
             "loss_mask": transcript.loss_mask,
@@ -52,23 +83,37 @@ class Segment:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
     """Describe the next turn of a session, before it is sampled.
 
     Attributes:
         prompt: its tokens, those of the conversation so far included.
         segment: what it goes on from; None: a new one begins.
-        known: tokens of the segment when the turn began.
+        known: tokens of the segment that it goes on from.
         messages: of the request; None: it came as tokens.
+        tools: that the prompt tells of.
+        number: of the turn in the session; None: it has not begun.
     """
 
     session: "ServedSession"
     prompt: tuple[int, ...]
-    segment: Segment | None
-    known: int
-    messages: list[Message] | None
-    key: tuple[int, int] | None
+    segment: Segment | None = None
+    known: int = 0
+    messages: list[Message] | None = None
+    tools: Any = None
+    number: int | None = None
+
+    def begin(self) -> tuple[int, int] | None:
+        """Number the turn; returns the PRNG key of its sample, None = a random one."""
+        self.number = self.session.take_number()
+        key = self.session.key
+        return sample_key(*key, self.number) if key and self.number else key
+
+    def close(self) -> None:
+        """Give the number back if nothing was recorded: the next turn then has the same key."""
+        if self.number is not None:
+            self.session.return_number(self.number)
 
 
 class ServedSession:
@@ -78,62 +123,119 @@ class ServedSession:
         name: the id.
         sampling: what requests that do not say otherwise sample with; None = the server's defaults.
         key: names the PRNG keys of its turns; None = random ones.
+        fixed: what requests say about temperature, filters and seeds does not count.
+
+    Attributes:
+        reward: that was posted; None: none was.
     """
 
     def __init__(
-        self, name: str, sampling: Sampling | None = None, key: tuple[int, int] | None = None
+        self,
+        name: str,
+        sampling: Sampling | None = None,
+        key: tuple[int, int] | None = None,
+        *,
+        fixed: bool = False,
     ) -> None:
-        self.name, self.sampling, self.key = name, sampling, key
+        self.name, self.sampling, self.key, self.fixed = name, sampling, key, fixed
         self.segments: list[Segment] = []
         self.used = time.monotonic()
         self.tokens = 0  # of all segments
-        self._recorded = 0  # turns
+        self.reward: float | None = None
+        self._recorded = self._begun = 0  # turns, segments
+        self._numbers, self._spoken = set[int](), set[int]()  # of turns that began; that said words
+        self._lock = threading.Lock()
 
     def continue_messages(
         self, messages: list[Message], variables: Mapping[str, Any], served: ServedModel
     ) -> Turn:
-        """Return the turn that answers these messages."""
-        for segment in reversed(self.segments):
-            known = segment.messages
-            if known is not None and len(messages) > len(known) and messages[: len(known)] == known:
-                stops = served.eos_token_ids
-                if self.sampling is not None:
-                    stops = self.sampling.stop_token_ids
-                template = TurnTemplate(served.tokenizer, variables)
-                new = _between(segment, messages[len(known) :], template, stops)
-                return self._turn((*segment.transcript.input, *new), segment, messages)
-        return self._turn(served.encode_chat(messages, variables), None, messages)
+        """Return the turn that answers these messages.
+
+        Messages that begin as recorded ones go on from their tokens. Of others the tokens may: a
+        client may have said the same in another form.
+        """
+        tools = variables.get("tools")
+
+        def fits(segment: Segment, point: Point) -> bool:
+            return tools == point.tools and _goes_on(point.messages, messages)
+
+        if found := self._latest(fits):
+            segment, point = found
+            stops = served.eos_token_ids if self.sampling is None else self.sampling.stop_token_ids
+            known = segment.transcript.input[: point.length]
+            rest, template = (
+                messages[len(point.messages or ()) :],
+                TurnTemplate(served.tokenizer, variables),
+            )
+            new = _between(known[-1], rest, template, stops)
+            if new is not None:
+                return Turn(self, (*known, *new), segment, point.length, messages, tools)
+        turn = self.continue_tokens(served.encode_chat(messages, variables))
+        turn.messages, turn.tools = messages, tools
+        return turn
 
     def continue_tokens(self, prompt: tuple[int, ...]) -> Turn:
         """Return the turn that goes on from these tokens."""
-        for segment in reversed(self.segments):
-            known = segment.transcript.input
-            if prompt[: len(known)] == known:
-                return self._turn(prompt, segment, None)
-        return self._turn(prompt, None, None)
 
-    def _turn(
-        self, prompt: tuple[int, ...], segment: Segment | None, messages: list[Message] | None
-    ) -> Turn:
-        turns = sum(len(s.transcript.turns) for s in self.segments)
-        key = None if self.key is None else sample_key(*self.key, turns) if turns else self.key
-        known = 0 if segment is None else len(segment.transcript.input)
-        return Turn(self, prompt, segment, known, messages, key)
+        shared = {s.number: _shared(prompt, s.transcript.input) for s in self.segments}
 
-    def record(self, turn: Turn, completion: Completion, text: str) -> None:
-        """Keep what was sampled in a turn.
+        def fits(segment: Segment, point: Point) -> bool:
+            return point.length <= shared[segment.number]
+
+        if found := self._latest(fits):
+            return Turn(self, prompt, found[0], found[1].length)
+        return Turn(self, prompt)
+
+    def take_number(self) -> int:
+        """Return the number of the next turn: the first that no other has."""
+        with self._lock:
+            number = next(i for i in itertools.count() if i not in self._numbers)
+            self._numbers.add(number)
+            return number
+
+    def return_number(self, number: int) -> None:
+        """Let another turn have a number, unless tokens were recorded under it."""
+        with self._lock:
+            if number not in self._spoken:
+                self._numbers.discard(number)
+
+    def record(
+        self,
+        turn: Turn,
+        completion: Completion,
+        message: Message | None = None,
+        key: tuple[int, int] | None = None,
+    ) -> Segment | None:
+        """Keep what was sampled in a turn, which may have several samples.
 
         One that was aborted before its first token is none: the next request goes on from where it
-        would have. Of a client's session the segments used last are kept, of a training run's all.
+        would have. One that the same key has sampled from the same tokens before is the same one.
+        Of a client's session the segments used last are kept, of a training run's all.
+
+        Args:
+            message: as the client got it; None: tokens were asked for.
+            key: of the PRNG.
+
+        Returns:
+            Where it is kept; None: it is not.
         """
         segment = turn.segment
+        at_end = segment is not None and segment.points[-1].length == turn.known
         if not completion.tokens:
-            if segment is not None:
+            if segment is not None and at_end:
                 segment.stop_reason = completion.stop_reason
-            return
-        if segment is None or len(segment.transcript.input) != turn.known:  # or another was faster
-            segment = Segment(Transcript(list(turn.prompt)))
+            return None
+        if turn.number is not None:
+            with self._lock:
+                self._spoken.add(turn.number)
+        whole = (*turn.prompt, *completion.tokens)
+        if self._holds(whole, key):
+            return None
+        if segment is None or not at_end:  # or another was faster
+            parent = None if segment is None else segment.number
+            segment = Segment(Transcript(list(turn.prompt)), self._begun, parent)
             self.segments.append(segment)
+            self._begun += 1
         else:
             segment.transcript.add_given(turn.prompt[turn.known :])
         segment.transcript.add_sampled(
@@ -145,18 +247,42 @@ class ServedSession:
             completion.routes,
         )
         segment.stop_reason = completion.stop_reason
-        if turn.messages is not None:
-            segment.messages = [*turn.messages, {"role": "assistant", "content": text}]
+        messages = None
+        if turn.messages is not None and message is not None:
+            messages = [*turn.messages, message]
+        segment.points.append(Point(len(whole), key, messages, turn.tools))
         self._recorded += 1
         segment.used = self._recorded
         if self.sampling is None and len(self.segments) > MOST_SEGMENTS:
             used = [segment.used for segment in self.segments]
             del self.segments[used.index(min(used))]
         self.tokens = sum(len(s.transcript.input) for s in self.segments)
+        return segment
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer of GET /sessions/ID."""
-        return {"id": self.name, "segments": [segment.as_json() for segment in self.segments]}
+        segments = [segment.as_json() for segment in self.segments]
+        return {"id": self.name, "reward": self.reward, "segments": segments}
+
+    def _latest(self, fits: Callable[[Segment, Point], bool]) -> tuple[Segment, Point] | None:
+        """Return the longest point that fits; of those, one that nothing goes on from, the last."""
+        found = [
+            (point.length, point is segment.points[-1], segment.used, segment, point)
+            for segment in self.segments
+            for point in segment.points
+            if fits(segment, point)
+        ]
+        return max(found, key=lambda entry: entry[:3])[3:] if found else None
+
+    def _holds(self, whole: tuple[int, ...], key: tuple[int, int] | None) -> bool:
+        """Return whether a turn of this key ended so."""
+        return key is not None and any(
+            point.key == key
+            and point.length == len(whole)
+            and segment.transcript.input[: point.length] == whole
+            for segment in self.segments
+            for point in segment.points
+        )
 
 
 class ServedSessions:
@@ -178,10 +304,12 @@ class ServedSessions:
         self._held: dict[str, ServedSession] = {}
         self._lock = threading.Lock()
 
-    def hold(self, name: str, sampling: Sampling, key: tuple[int, int]) -> None:
-        """Begin a session that stays until it is taken."""
+    def hold(
+        self, name: str, sampling: Sampling, key: tuple[int, int], *, fixed: bool = False
+    ) -> None:
+        """Begin a session that stays until it is taken; see `ServedSession`."""
         with self._lock:
-            self._held[name] = ServedSession(name, sampling, key)
+            self._held[name] = ServedSession(name, sampling, key, fixed=fixed)
 
     def open(self, name: str) -> ServedSession:
         """Return the session of this name; a new one if there is none."""
@@ -212,6 +340,15 @@ class ServedSessions:
             held = self._held.pop(name, None)
             return self._found(held or self._by_name.pop(name, None), name)
 
+    def reward(self, name: str, reward: float) -> None:
+        """Reward a session, once; raise `ApiError` 404 if there is none, 409 for another reward."""
+        session = self.get(name)
+        with self._lock:
+            if session.reward not in (None, reward):
+                message = f"reward={reward}: session {name!r} has {session.reward} already"
+                raise ApiError(409, message, param="reward", code="reward_conflict")
+            session.reward = reward
+
     def _found(self, session: ServedSession | None, name: str) -> ServedSession:
         if session is None:
             message = f"no session {name!r}: it was taken, grew too old, or never was"
@@ -224,17 +361,57 @@ class ServedSessions:
             self._by_name.popitem(last=False)
 
 
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginnings."""
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
+
+
+def _goes_on(known: list[Message] | None, messages: Sequence[Message]) -> bool:
+    """Return whether messages begin with the known ones, and say more."""
+    if known is None or len(messages) <= len(known):
+        return False
+    return all(map(_same, known, messages))
+
+
+def _same(known: Message, message: Message) -> bool:
+    """Return whether a client's message is the known one.
+
+    Of the assistant's it has to say no more than what decides how it goes on: clients add fields of
+    their own, and mostly do not send thoughts back.
+    """
+    if known == message:
+        return True
+    if known["role"] != "assistant" or message["role"] != "assistant":
+        return False
+    thoughts = message.get("reasoning_content", known.get("reasoning_content"))
+    return (
+        known["content"] == message["content"]
+        and thoughts == known.get("reasoning_content")
+        and _calls(known) == _calls(message)
+    )
+
+
+def _calls(message: Message) -> list[tuple[Any, ...]]:
+    return [
+        (call.get("id"), call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    ]
+
+
 def _between(
-    segment: Segment,
-    messages: Sequence[Message],
-    template: TurnTemplate,
-    stops: Sequence[int],
-) -> list[int]:
-    """Return the tokens from the end of what was sampled to where the assistant shall speak."""
+    last: int, messages: Sequence[Message], template: TurnTemplate, stops: Sequence[int]
+) -> list[int] | None:
+    """Return the tokens from the end of what was sampled to where the assistant shall speak.
+
+    Args:
+        last: of the tokens that were sampled.
+
+    Returns:
+        None: the template writes such messages only after a call of a tool that it sees.
+    """
     try:
         end, rest = template.between(messages, stops)
-    except Exception as error:  # whatever a template raises
-        message = f"messages: the chat template refuses them: {error}"
-        raise ApiError(400, message, param="messages") from error
-    closed = segment.transcript.tokens[-1] in stops
-    return rest if closed else end + rest
+    except Exception:  # whatever a template raises; the whole of the messages is tried next
+        return None
+    return rest if last in stops else end + rest

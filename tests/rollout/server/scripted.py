@@ -68,9 +68,12 @@ class TypingEngine:
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer, weights=None, **limits):
+def serving(engine, tokenizer, weights=None, answer_format=None, **limits):
     """A server of the engine on loopback, with weights of version 0."""
-    served = ServedModel("org/policy", tokenizer, len(tokenizer), 4096, (tokenizer.eos_token_id,))
+    stops = (tokenizer.eos_token_id,)
+    served = ServedModel(
+        "org/policy", tokenizer, len(tokenizer), 4096, stops, answer_format=answer_format
+    )
     server = HttpServer(engine, served, ServeConfig(**limits), weights=weights)
     server.host.update_weights("first", 0)
     server.start()

@@ -60,14 +60,25 @@ def test_a_second_turn_goes_on_from_the_first_ones_tokens(server, client):
 
 def test_what_is_changed_or_branches_begins_a_new_segment(server, client):
     said = chat(client, "changed", [USER]).message.content
-    chat(client, "changed", [USER, {"role": "assistant", "content": said + "7"}, AGAIN])
-    chat(client, "changed", [USER])
+    changed = [USER, {"role": "assistant", "content": "7" + said}, AGAIN]
+    chat(client, "changed", changed)
+    chat(client, "changed", [USER], seed=5)
     segments = server.take_session("changed").segments
-    assert len(segments) == 3
-    rewritten = encode_prompt(
-        load_tokenizer(CHARACTERS), [USER, {"role": "assistant", "content": said + "7"}, AGAIN]
-    )
-    assert segments[1].transcript.prompt == rewritten
+    assert [(s.number, s.parent, len(s.points)) for s in segments] == [
+        (i, None, 1) for i in (0, 1, 2)
+    ]
+    assert segments[1].transcript.prompt == encode_prompt(load_tokenizer(CHARACTERS), changed)
+
+
+def test_words_that_a_client_adds_to_the_assistants_are_given_ones(server, client):
+    first = chat(client, "added", [USER])
+    assert first.finish_reason == "length"  # without an end its tokens begin those of the request
+    added = {"role": "assistant", "content": first.message.content + "7"}
+    second = chat(client, "added", [USER, added, AGAIN])
+    (segment,) = server.take_session("added").segments
+    given = [7, EOS, *NO, PROMPT_END]
+    assert segment.transcript.tokens == [*first.token_ids, *given, *second.token_ids]
+    assert segment.transcript.loss_mask == [1] * 6 + [0] * 5 + [1] * len(second.token_ids)
 
 
 def test_token_prompts_go_on_too(client, server):
@@ -177,8 +188,6 @@ def test_a_session_of_the_trainer_has_its_sampling(server, client):
     server.open_session("trained", SAMPLING, (1, 2))
     with pytest.raises(openai.BadRequestError, match=r"trained on with temperature=0\.9"):
         chat(client, "trained", [USER], temperature=0.5)
-    with pytest.raises(openai.BadRequestError, match="goes on with one answer"):
-        chat(client, "trained", [USER], n=2)
 
 
 def prompts(number):
@@ -239,7 +248,7 @@ def test_an_agent_that_changes_the_past_makes_a_row_for_each_part(server):
             await answer_once(base_url, session_id, prompt)
         return 2.0
 
-    output = generate_now(AgentGenerator(server, agent, step_wise=True), batch(2))
+    output = generate_now(AgentGenerator(server, agent, max_branches=2), batch(2))
     assert output["is_last_step"] == [False, True, False, True]
     assert [sum(rewards) for rewards in output["rewards"]] == [0, 2, 0, 2]
     with pytest.raises(RuntimeError, match="all 2 agents"):

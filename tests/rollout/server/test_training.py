@@ -7,7 +7,8 @@ import jax
 import openai
 import pytest
 
-from jaxrl.rollout.server.agent_generator import AgentGenerator
+from jaxrl.records.json_lines import read_lines
+from jaxrl.rollout.server.agent_generator import AgentGenerator, session_url
 from jaxrl.rollout.server.build import make_server
 from jaxrl.train import BasePPOExp
 from tests.rollout.server.conftest import model_folder, serve_config
@@ -63,6 +64,47 @@ def test_a_run_of_agents_with_a_stranger_beside_them(tmp_path):
     assert int(trainer.state.step) == 2
     assert {200} <= set(found) <= {200, 503}
     assert not run.server._thread.is_alive()
+
+
+async def branching_agent(base_url, session_id, prompt):
+    """Asks for two answers, goes on from the second, and in parallel asks two sub-agents."""
+    address = session_url(base_url, session_id)
+    async with openai.AsyncOpenAI(base_url=address, api_key="-") as api:
+        messages, more = list(prompt.messages), {"role": "user", "content": "no"}
+        answer = await api.chat.completions.create(model="policy", messages=messages, n=2)
+        messages += [answer.choices[1].message.model_dump(exclude_none=True), more]
+        calls = [api.chat.completions.create(model="policy", messages=messages) for _ in range(2)]
+        await asyncio.gather(*calls)
+        await api.post("../reward", body={"reward": 0.5}, cast_to=object)
+
+
+class BranchingRun(BasePPOExp):
+    def get_generator(self, engine, tokenizer):
+        return AgentGenerator(self.server, branching_agent, max_branches=3)
+
+
+@pytest.mark.slow  # a whole run
+def test_a_run_of_agents_whose_sessions_branch(tmp_path):
+    overrides = {
+        "generator.inference_engine.enable_http_endpoint": True,
+        "generator.inference_engine.http_endpoint_port": 0,
+        "generator.inference_engine.served_model_name": "policy",
+        "generator.step_wise_trajectories": True,
+        "generator.max_turns": 3,
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.algorithm.max_seq_len": 48,
+        "trainer.max_training_steps": 2,
+        "trainer.eval_interval": -1,
+        "trainer.eval_before_train": False,
+    }
+    run = BranchingRun(small(tmp_path, **overrides))
+    run.train(run.build())
+    found = read_lines(tmp_path / "quickstart" / "metrics.jsonl")
+    steps = [line for line in found if "reward/avg_raw_reward" in line]
+    assert [line["reward/avg_raw_reward"] for line in steps] == [0.5, 0.5]
+    for line in steps:  # of 16 sessions, each with the other sample and the other sub-agent
+        assert (line["agent/branches"], line["agent/unmatched_branches"]) == (32, 16)
+        assert 0 < line["agent/branch_token_share"] < 1
 
 
 class AbortingGenerator:
