@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,8 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("number", "name"), itertools.product((3, 1), ASKED))
 def test_tokens_are_the_same_in_fewer_steps(name, number):
     asks = requests(**ASKED[name])
     expected = flat(make(6).generate(asks))
@@ -101,6 +102,7 @@ def test_a_stop_string_among_what_was_guessed():
     ],
     ids=["blocks ahead", "prefixes", "over devices"],
 )
+@pytest.mark.some(1)
 def test_wherever_it_runs(options):
     asks = requests()
     expected = flat(make(6, **options).generate(asks))
@@ -116,6 +118,7 @@ def test_rows_that_make_room_for_others(monkeypatch):
     assert_the_same(found, flat(make(6, max_model_len=128).generate(asks)))
 
 
+@pytest.mark.slow
 def test_routes_are_those_of_the_tokens_that_were_kept():
     model, mesh = KINDS["experts"], make_mesh(devices=jax.devices()[:1])
     found = []
@@ -139,7 +142,7 @@ def drawn(name):
     return flat(engine.generate([Request(AGAIN, keys, Sampling(max_tokens=3, **OPTIONS[name]))]))
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_distribution_is_exact(name):
     """Of the first token, and of the second behind the one that was guessed for the first: 5."""
