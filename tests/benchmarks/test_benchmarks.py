@@ -17,6 +17,7 @@ from benchmarks import (
     compiled,
     decode,
     delta_rule,
+    drafts,
     engine_host,
     environment_workers,
     exact,
@@ -411,6 +412,16 @@ def test_attention_of_long_rows_has_no_square():
 def test_decays_of_all_chunks_are_found():
     assert delta_rule.squares("f32[8,128,128] a, f32[64,64] b, f32[128,16,64,64] c") == 128 * 2**18
     assert delta_rule.squares("f32[8,128,128] a, f32[64,128] b") == 0
+
+
+@pytest.mark.slow
+def test_guesses_that_are_right_take_fewer_steps():
+    model = config_from_hf(SHAPES["smoke"])
+    engines = {n: drafts.engine_of(model, init_params(model, 0), 2, n) for n in (0, 3)}
+    _, share, same = drafts.measure(engines, 2, 0.0, model.vocab_size)
+    assert same == 4
+    assert share[0] == 1
+    assert share[3] > 1.5
 
 
 @pytest.mark.slow  # it compiles every program twice

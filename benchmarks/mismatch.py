@@ -1,12 +1,13 @@
-"""What the exact mode does to a training run in bfloat16, beside ordinary mode and a correction.
+"""What a gap between sampler and trainer does to a training run, and what closes it.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.exact_runs [--seeds 1 2 3] [--steps=80]
+    JAX_PLATFORMS=cpu python -m benchmarks.mismatch [--seeds 1 2 3] [--steps=80] [--ways exact int8]
 
 The quickstart, with trainer and engine in bfloat16: as it is; with the truncated importance weights
-of each token that are the field's answer to samplers that are not the trainer; and in the exact
-mode, of which some rows are scored all the same. A run is its reward over the last quarter of the
-steps and greedy on held-out strings, how far the log-probs of sampler and trainer are apart, the
-share of tokens whose ratio is beyond the clip, and the seconds of a step.
+of each token that are the field's answer to samplers that are not the trainer; in the exact mode,
+of which some rows are scored all the same; and, with the same correction, with the engine's weights
+in 8 bits. A run is its reward over the last quarter of the steps and greedy on held-out strings,
+how far the log-probs of sampler and trainer are apart, the share of tokens whose ratio is beyond
+the clip, and the seconds of a step.
 
 Claim: the two are 0 apart in the exact mode. Whether that is seen in the rewards is the question.
 """
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import TrainConfig, load_config_file, to_train_config
+from jaxrl.models.linear import EIGHT_BITS
 from jaxrl.records.json_lines import read_lines
 from jaxrl.train import BasePPOExp
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.py"
 APART = "policy/rollout_train_logprobs_abs_diff"
 CHECKED_ROWS = 64
-WAYS = ("ordinary", "corrected", "exact")
+WAYS = ("ordinary", "corrected", "exact", "int8", "fp8")
 
 
 def config_of(way: str, seed: int, steps: int, folder: Path) -> TrainConfig:
@@ -40,10 +42,12 @@ def config_of(way: str, seed: int, steps: int, folder: Path) -> TrainConfig:
     trainer.ckpt_interval = trainer.hf_save_interval = trainer.print_example_interval = -1
     trainer.logger, trainer.log_path = "console", str(folder)
     trainer.ckpt_path, trainer.export_path = str(folder / "checkpoints"), str(folder / "exports")
-    if way == "corrected":
-        trainer.algorithm.off_policy_correction.tis_ratio_type = "token"
-    elif way == "exact":
+    if way == "exact":
         trainer.exact, trainer.exact_checked_rows = "log_probs", CHECKED_ROWS
+    elif way != "ordinary":
+        trainer.algorithm.off_policy_correction.tis_ratio_type = "token"
+    if way in EIGHT_BITS:
+        config.generator.inference_engine.quantization = way
     return to_train_config(config)
 
 
@@ -73,10 +77,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     options = parser.parse_args()
     header = False
     for seed in options.seeds:
-        for way in WAYS:
+        for way in options.ways:
             found = learn(way, seed, options.steps)
             if not header:
                 print("| seed | way |", " | ".join(found), "|")
