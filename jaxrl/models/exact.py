@@ -22,6 +22,7 @@ Shape legend: B rows, T tokens, n tokens of a tile, D model width, V vocabulary,
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -192,13 +193,19 @@ def choose_tiles(
     return Tiles(parts=parts, full=exact == "full", **sizes)
 
 
-def check_exact(model: TransformerConfig, parts: int) -> None:
-    """Refuse a model of which the exact mode computes some numbers in other ways.
+def check_exact(model: TransformerConfig, parts: int, platform: str) -> None:
+    """Refuse what lets the exact mode compute some numbers in other ways.
 
     Raises:
-        ValueError: it is one, or the tensor axes split it unevenly.
+        ValueError: the model has such layers, or the tensor axes split it unevenly; or on GPUs XLA
+            may choose how to multiply by the time that it takes, in each program by itself.
     """
     field = "trainer.exact"
+    if platform == "gpu" and GPU_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        raise ValueError(
+            f"{field}: XLA tunes products on GPUs for each program by itself; set "
+            f"XLA_FLAGS={GPU_FLAG} before the start"
+        )
     if keeps_states(model) or model.latent is not None:
         raise ValueError(f"{field}: layers with a state, or latents, have no exact mode; set 'off'")
     if parts == 1:
@@ -346,6 +353,7 @@ def tensor_axis(placement: Placement) -> str | None:
 
 TOKENS, CPU_TOKENS, LEAST_TOKENS = 256, 64, 16  # of a tile, see docs/exact.md
 BACKWARD_TOKENS = 1024  # where gradients are not exact; with a head of 150,000 0.6 GB of logits
+GPU_FLAG = "--xla_gpu_deterministic_ops=true"
 WIDE = ("final_norm",)  # weights that the sampler keeps in float32
 
 

@@ -285,7 +285,7 @@ def make_forward_pass(
     if tiles is not None:
         if not isinstance(model, TransformerConfig):
             raise ValueError(f"trainer.exact={trainer.exact!r}: {model.name} is a flax module")
-        check_exact(model, tiles.parts)
+        check_exact(model, tiles.parts, platform)
     forward = functools.partial(
         state_values if values else log_probs_and_entropy,
         model,

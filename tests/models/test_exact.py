@@ -290,10 +290,18 @@ def test_tiles_of_another_platform_are_refused():
 
 def test_models_that_have_no_exact_mode_are_refused():
     with pytest.raises(ValueError, match="num_heads=6 is split over some of 4"):
-        check_exact(MODEL, 4)
+        check_exact(MODEL, 4, "cpu")
     with pytest.raises(ValueError, match="experts"):
-        check_exact(KINDS["experts"], 2)
-    check_exact(KINDS["experts"], 1)
+        check_exact(KINDS["experts"], 2, "cpu")
+    check_exact(KINDS["experts"], 1, "cpu")
+
+
+def test_on_gpus_products_must_not_be_tuned(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    with pytest.raises(ValueError, match="set XLA_FLAGS=--xla_gpu_deterministic_ops=true"):
+        check_exact(MODEL, 1, "gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    check_exact(MODEL, 1, "gpu")
 
 
 @pytest.mark.slow  # the TPU compiler
