@@ -330,7 +330,7 @@ def test_for_a_tpu_all_programs_have_the_same_products(kind):
         model, mesh, dtype=jnp.bfloat16, max_num_seqs=32, tiles=tiles, platform="tpu"
     )
     request = Request(tuple(range(900)), ((1, 1),), Sampling(max_tokens=100))
-    gradient = jax.grad(lambda *given: score(*given).sum())
+    gradient = jax.value_and_grad(lambda *given: score(*given).sum())
     programs = [engine.calls(params, [request])["decode"].lower()]
     programs += [jax.jit(call).lower(params, rows) for call in (score, gradient)]
     expected, found, trained = (
