@@ -7,7 +7,8 @@ synchronous, lockstep and free-running runs: after every one `jaxrl.audit` passe
 the last end with the parameters and optimizer state of the run that was not disturbed, bit for bit.
 
 "turns" is synchronous, with conversations of up to three turns, an environment that answers after
-random times, and fewer slots and pages than conversations, so that some make room for others.
+random times, and fewer slots and pages than conversations, so that some make room for others;
+"guesses" is that, with an engine that guesses tokens.
 
 Each run is `python -m jaxrl.train` on the task of the quickstart, in a process of its own, with a
 checkpoint every second step; asynchronous ones have an environment that takes its time, so that
@@ -72,6 +73,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lockstep": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "lockstep"},
     "free": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "free"},
 }
+KINDS["guesses"] = KINDS["turns"] | {"generator.inference_engine.speculative_tokens": 3}
 INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
 START_UP = 12.0  # seconds in which a kill at the start falls
