@@ -77,7 +77,17 @@ class Device:
         tokens[ends, count[ends] - 1] = STOP
         nothing = np.zeros((len(left), steps, 0))
         log_probs = np.full(tokens.shape, -1.0, np.float32)
-        return rows, Block(tokens, log_probs, count, ends, nothing, nothing, nothing, nothing)
+        return rows, Block(
+            tokens=tokens,
+            log_probs=log_probs,
+            count=count,
+            steps=np.zeros_like(count),
+            stopped=ends,
+            top_ids=nothing,
+            top_log_probs=nothing,
+            raw_log_probs=nothing,
+            sampling_mask_ids=nothing,
+        )
 
 
 def step_seconds(positions: float) -> float:

@@ -67,6 +67,7 @@ def idle_engine(slots: int) -> NativeEngine:
             tokens=drawn,
             log_probs=np.full(drawn.shape, -1.0, np.float32),
             count=full,
+            steps=np.zeros_like(full),
             stopped=full < 0,
             top_ids=nothing,
             top_log_probs=nothing,

@@ -113,6 +113,7 @@ def test_every_module_can_be_imported(tmp_path):
     assert run(IMPORT, tmp_path)[0].splitlines()[-1] == "imported"
 
 
+@pytest.mark.slow
 def test_a_run_its_report_and_its_audit_need_nothing_of_linux(tmp_path):
     out, err = run(RUN, tmp_path, *TINY)
     assert (tmp_path / "runs" / "tiny" / "report.html").is_file()

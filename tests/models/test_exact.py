@@ -220,7 +220,7 @@ def gradient(model, tiles, rows, placement=None):
     return jax.jit(jax.grad(total))(params)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["log_probs", "full"])
 @pytest.mark.parametrize("kind", ["plain", "windows and caps", "sinks and biases", "experts"])
 def test_the_gradient_is_that_of_the_ordinary_mode(kind, mode):

@@ -109,6 +109,7 @@ def test_wherever_it_runs(options):
     assert_the_same(flat(make(6, speculative_tokens=3, **options).generate(asks)), expected)
 
 
+@pytest.mark.slow
 def test_rows_that_make_room_for_others(monkeypatch):
     monkeypatch.setattr("jaxrl.rollout.native.engine.pages_that_fit", lambda *_, **__: 4)
     asks = [dataclasses.replace(r, sampling=Sampling(60)) for r in requests()]

@@ -106,6 +106,7 @@ def test_two_devices_sample_what_one_does(name, options):
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_experts_of_their_own_devices_have_their_scales():
     alone, apart = (
         samples_of("experts", sizes, quantization="int8") for sizes in ((), (("expert", 2),))

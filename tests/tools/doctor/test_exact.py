@@ -66,6 +66,7 @@ def largest(rows):
     return max(row[4] for row in rows)
 
 
+@pytest.mark.slow
 def test_other_weights_of_the_engine_are_found_by_depth_and_layer(
     tmp_path, one_device, monkeypatch
 ):
