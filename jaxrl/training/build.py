@@ -277,9 +277,9 @@ def make_forward_pass(
     if parts > 1:
         kernels.append(Choice("context_attention", attends))
     kernels += expert_exchange(config, model, placement, role)
-    tiles = None
+    tiles, platform = None, mesh.devices.flat[0].platform
     if role == "policy":
-        parts, platform = cfg.exact_parts(config), mesh.devices.flat[0].platform
+        parts = cfg.exact_parts(config)
         sizes = {"tokens": trainer.exact_tile, "rows": cfg.exact_rows(config)}
         tiles = choose_tiles(trainer.exact, platform, parts=parts, **sizes)
     if tiles is not None:
