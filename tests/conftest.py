@@ -27,6 +27,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import jax  # noqa: E402
 
+from jaxrl import activity  # noqa: E402
+
 # Now: whoever asks first for the devices decides how many there are, and some tests set XLA_FLAGS.
 assert jax.device_count() == 8
 
@@ -66,6 +68,13 @@ def finished(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("run")
     return folder, train(small(folder))
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_printed():
+    """Undo what the displays of a test set: each decides for its whole process what is said."""
+    yield
+    activity.show(activity.FULL)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,12 +5,6 @@ import pytest
 from jaxrl import activity
 
 
-@pytest.fixture(autouse=True)
-def everything_is_printed():
-    yield
-    activity.show(activity.FULL)
-
-
 def test_what_goes_on_is_there_while_it_does_and_counts():
     assert activity.going_on() == []
     with activity.doing("evaluating", 200) as evaluation:

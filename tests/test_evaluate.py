@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxrl import activity
 from jaxrl.evaluate import evaluate_subject, main, table
 from jaxrl.rollout.server.build import make_server
 from jaxrl.tools.evaluate.target import EvalTarget, find_target
@@ -106,7 +105,6 @@ def test_without_the_console_nothing_is_said(tmp_path, capsys, logger):
     config = small(tmp_path, **{"trainer.logger": logger})
     with pytest.raises(ValueError, match="so far"):
         evaluate_subject(config, output=tmp_path / "scores", run_class=Stopped)
-    activity.show(activity.FULL)
     assert ("prompts from" in capsys.readouterr().out) == (logger == "console")
 
 

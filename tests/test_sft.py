@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from jaxrl import activity, config as cfg
+from jaxrl import config as cfg
 from jaxrl.data.conversations import conversation_batch
 from jaxrl.sft import build, main, sft
 from tests.test_train import ROOT, assert_bitwise_equal, assert_close
@@ -285,7 +285,6 @@ def test_the_card_and_the_example_say_what_is_imitated(tmp_path, capsys):
 
 def test_a_quiet_run_says_nothing_of_its_data(tmp_path, capsys):
     build(small(tmp_path, **{"trainer.watching.display": "quiet"}))
-    activity.show(activity.FULL)
     assert capsys.readouterr().out == ""
 
 

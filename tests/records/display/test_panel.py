@@ -12,12 +12,6 @@ from jaxrl.records.display.course import Course
 from jaxrl.records.display.panel import Panel, drawn
 
 
-@pytest.fixture(autouse=True)
-def everything_is_printed():
-    yield
-    activity.show(activity.FULL)
-
-
 def panel(columns, rows=24, encoding="utf-8"):
     """A panel on a terminal of fixed size; the time stands still."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)

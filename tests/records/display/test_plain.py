@@ -11,12 +11,6 @@ from jaxrl.records.display.course import Course
 from jaxrl.records.display.plain import Display, Plain, is_terminal
 
 
-@pytest.fixture(autouse=True)
-def everything_is_printed():
-    yield
-    activity.show(activity.FULL)
-
-
 def test_a_line_every_few_seconds_and_one_at_the_end(capsys):
     clock = [0.0]
     shown = Plain(Course("run", clock=lambda: clock[0]), clock=lambda: clock[0])
