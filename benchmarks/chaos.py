@@ -8,7 +8,8 @@ the last end with the parameters and optimizer state of the run that was not dis
 
 "turns" is synchronous, with conversations of up to three turns, an environment that answers after
 random times, and fewer slots and pages than conversations, so that some make room for others;
-"guesses" is that, with an engine that guesses tokens.
+"guesses" is that, with an engine that guesses tokens. "carried" has a judge that takes its time,
+answers that go on in the next step, and guesses from what each prompt was answered before.
 
 Each run is `python -m jaxrl.train` on the task of the quickstart, in a process of its own, with a
 checkpoint every second step; asynchronous ones have an environment that takes its time, so that
@@ -74,6 +75,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "free": {**ASYNCHRONOUS, "trainer.fully_async.schedule": "free"},
 }
 KINDS["guesses"] = KINDS["turns"] | {"generator.inference_engine.speculative_tokens": 3}
+KINDS["carried"] = {
+    "data.train_data": ["benchmarks.chaos:slowly_judged"],
+    "trainer.algorithm.old_log_probs": "rollout",
+    "generator.sampling_params.max_generate_length": 8,
+    "generator.partial_rollouts.max_tokens_per_step": 3,
+    "generator.partial_rollouts.extra_prompts": 3,
+    "generator.inference_engine.speculative_tokens": 3,
+}
 INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
 START_UP = 12.0  # seconds in which a kill at the start falls

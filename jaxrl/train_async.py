@@ -4,7 +4,6 @@ It is `Trainer` with another source of rollouts: the step, its maths and its rec
 `trainer.fully_async.enabled` chooses it; docs/asynchrony.md explains the schedules.
 """
 
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -131,12 +130,10 @@ class AsyncTrainer(Trainer):
                 "clock decides what does; set it to -1, and use jaxrl.evaluate on checkpoints"
             )
         self.schedule = schedule_of(self.config)
-        self.batch_of = functools.lru_cache(maxsize=self.ahead + 2)(self.prompts_of)
         self.shares_held: list[Held] | None = None  # of the checkpoint that the run goes on from
         self.stream: RolloutStream | None = None  # from the first step on
-        # of the first process, by ordinal of a unit: its numbers in the ledger, and, of one that
-        # another process sampled and that waits, those of its trajectories
-        self.groups: dict[int, list[int]] = {}
+        # of the first process, by ordinal of a unit that another one sampled and that waits: the
+        # numbers of its trajectories in the ledger
         self.entered: dict[int, list[int]] = {}
         self.handed_out = [0 for _ in self.schedule.shares]  # groups of each in the ledger
         if len(self.schedule.shares) > 1:

@@ -6,7 +6,9 @@ sample), so a run that is killed and resumed equals one that was not.
 """
 
 import dataclasses
+import functools
 import gc
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -40,7 +42,11 @@ from jaxrl.parallel.compilation import compile_together, lowering
 from jaxrl.parallel.offload import on_device
 from jaxrl.records.batch_file import batch_path, dump_batch
 from jaxrl.records.callbacks import CallbackInput, TrainingCallback, TrainingControl
-from jaxrl.records.checkpoint import Checkpointer, resume, sources_of_rewards
+from jaxrl.records.checkpoint import (
+    Checkpointer,
+    resume,
+    sources_of_rewards,
+)
 from jaxrl.records.checkpoint_folders import PREFIX
 from jaxrl.records.flops import speed_metrics
 from jaxrl.records.ledger.writer import LedgerWriter, machine_of
@@ -58,8 +64,11 @@ from jaxrl.registry.memory import (
     renewed,
 )
 from jaxrl.rollout.conversations.across_processes import exchanged, sample_across_processes
+from jaxrl.rollout.conversations.carried import NO_ROWS, going_on, unfinished, with_samples
+from jaxrl.rollout.conversations.concat_outputs import concat_batch
 from jaxrl.rollout.conversations.conversation import sampling_of
-from jaxrl.rollout.conversations.dynamic_sampling import collect
+from jaxrl.rollout.conversations.dynamic_sampling import collect, distinct_uids
+from jaxrl.rollout.conversations.stream import Unit, units_from_bytes, units_to_bytes
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.native.followed import phase_of
 from jaxrl.rollout.protocol import Engine, Request
@@ -91,6 +100,8 @@ from jaxrl.training.routes import routes_of_any_token, routes_of_model
 from jaxrl.training.staleness import with_staleness
 from jaxrl.training.update import minibatches_of_step, rows_without_update
 from jaxrl.types import GeneratorOutput, Message, Prompt, TrainBatch, TrainState
+
+UNDER_WAY = "under_way"  # array of a checkpoint's buffer: groups that are carried
 
 
 class NothingLearnt(ValueError):
@@ -151,6 +162,9 @@ class Trainer:
         self.ref_params: Any = None
         self.state: TrainState
         self.batch: TrainBatch | None = None  # of the last step
+        self.under_way: list[Unit] = []  # groups handed out and not trained, ascending
+        self.groups: dict[int, list[int]] = {}  # their numbers in the ledger, by ordinal
+        self.batch_of = functools.lru_cache(maxsize=16)(self.prompts_of)
         self.callbacks = callbacks
         self.recorder = Recorder(
             config,
@@ -193,6 +207,14 @@ class Trainer:
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
+        if cfg.carries(self.config) and (
+            type(self).next_prompts is not Trainer.next_prompts or self._chooses_prompts()
+        ):
+            raise ValueError(
+                f"generator.partial_rollouts: {type(self).__name__} chooses its prompts by "
+                "next_prompts or by what it remembers, and a prompt that is carried must be found "
+                "again by its place in the data; leave max_tokens_per_step unset"
+            )
         self.checkpoint_meta = {
             "config": cfg.get_config_as_dict(self.config),
             "mesh": dict(self.mesh.shape),
@@ -370,9 +392,14 @@ class Trainer:
     def rollouts(self, step: int) -> tuple[GeneratorOutput, list[str]]:
         """Return judged trajectories and their uids; dynamic sampling draws as often as it must."""
         ledger, size, drawn = self.ledger, self.config.trainer.train_batch_size, set[int]()
+        carries, calls = cfg.carries(self.config), itertools.count(1)
 
         def draw(attempt: int) -> tuple[GeneratorOutput, list[str]]:
             self.metrics["generate/sampled_batches"] = attempt
+            if carries:
+                output, uids = self.draw_ended(step, calls)
+                drawn.update(output.get("ledger_ids", ()))
+                return output, uids
             prompts = self.next_prompts(step)  # 1
             groups = ledger.hand_out(step - 1, self.batches_drawn * size, prompts)
             self.batches_drawn += 1
@@ -386,6 +413,65 @@ class Trainer:
         ledger.drop(drawn.difference(output.get("ledger_ids", ())), step, "dynamic_sampling")
         self.engine.sleep()  # its copy of the weights is of no more use
         return output, uids
+
+    def draw_ended(self, step: int, calls: Iterator[int]) -> tuple[GeneratorOutput, list[str]]:
+        """Return the oldest groups that are at their end, as many as a batch has, and their uids.
+
+        All that are under way draw as many tokens as they may in a step; then, as often as it
+        takes, the oldest of those that are still missing draw as many again. So what is trained
+        when follows from the tokens, not from the time.
+
+        Args:
+            calls: numbers of the calls of the generator in this step.
+        """
+        size, samples = self.config.trainer.train_batch_size, self.samples
+        begin = self.batches_drawn * size + len(self.under_way)
+        end = (self.batches_drawn + 1) * size + self.config.generator.partial_rollouts.extra_prompts
+        if self.config.trainer.algorithm.dynamic_sampling.type is None:
+            end = min(end, self.total_steps * size)  # nothing is sampled for later steps
+        new = [Unit(ordinal, NO_ROWS) for ordinal in range(begin, end)]
+        self.hand_out(step - 1, new)
+        self.under_way += new
+        ended, most = list[Unit](), len(self.under_way)
+        while len(ended) < size:
+            going = [unit for unit in self.under_way if unfinished(unit, samples)][:most]
+            if going:
+                prompts = [self.prompt_at(unit.ordinal) for unit in going]
+                uids = distinct_uids([p.uid for p in prompts], 1)  # an epoch may end among them
+                asked = [
+                    going_on(prompt, unit, samples, uid)
+                    for prompt, unit, uid in zip(prompts, going, uids, strict=True)
+                ]
+                self.metrics["generate/calls"] = call = next(calls)
+                output = self.generate(asked, step, call)  # 2, 3
+                sampled = {u.ordinal: u for u in with_samples(going, output, samples)}
+                self.under_way = [sampled.get(u.ordinal, u) for u in self.under_way]
+            ended = [unit for unit in self.under_way if not unfinished(unit, samples)]
+            most = size - len(ended)
+        taken = ended[:size]
+        trained = {unit.ordinal for unit in taken}
+        self.under_way = [unit for unit in self.under_way if unit.ordinal not in trained]
+        self.metrics["generate/carried_groups"] = len(self.under_way)
+        self.batches_drawn += 1
+        output = concat_batch([unit.output for unit in taken])
+        versions, now = output.get("token_versions", []), int(self.state.step)
+        drawn = [version for row in versions for version in row if version >= 0]
+        old = sum(version < now for version in drawn)
+        self.metrics["generate/carried_tokens"] = old / max(len(drawn), 1)
+        groups = [number for unit in taken for number in self.groups.pop(unit.ordinal)]
+        uids = [self.prompt_at(u.ordinal).uid for u in taken for _ in range(samples)]
+        return self.ledger.sampled(groups, output, samples), distinct_uids(uids, samples)
+
+    def hand_out(self, finished: int, units: Sequence[Unit]) -> None:
+        """Record that groups go to the samplers, after `finished` steps."""
+        for unit in units:
+            prompts = [self.prompt_at(unit.ordinal)]
+            self.groups[unit.ordinal] = self.ledger.hand_out(finished, unit.ordinal, prompts)
+
+    def prompt_at(self, ordinal: int) -> Prompt:
+        """Return the prompt at a place in the order of the data, over all epochs."""
+        batch, place = divmod(ordinal, self.config.trainer.train_batch_size)
+        return self.batch_of(batch)[place]
 
     def next_prompts(self, step: int) -> list[Prompt]:
         """Return the next batch of prompts.
@@ -427,6 +513,7 @@ class Trainer:
             each_samples=cfg.in_process(self.config),
             hosts=cfg.engine_hosts(self.config.generator.inference_engine),
             phase=phase_of(self.engine),
+            part=any(prompt.begun is not None for prompt in prompts),
         )
 
     async def sample(
@@ -618,9 +705,10 @@ class Trainer:
             self.recorder.fire("on_save", step, ckpt_path=path)
 
     def commit(self, step: int) -> str:
-        """Save the state, and where the ledger stands; return the path."""
+        """Save the state, groups under way, and where the ledger stands; return the path."""
         meta = {**self.checkpoint_meta, "ledger": self.ledger.commit()}
-        return self.checkpointer.save(step, self.state, meta)
+        buffer = {UNDER_WAY: units_to_bytes(self.under_way)} if self.under_way else None
+        return self.checkpointer.save(step, self.state, meta, buffer)
 
     # ---------------------------------------------------------------- around the steps
 
@@ -729,9 +817,17 @@ class Trainer:
                 activity.say(cfg.nothing_to_do(settings, int(state.step), self.total_steps))
             if state.ref_params is not None:
                 state = state.replace(ref_params=self.reference.moved(state.ref_params))
+            self.restore_waiting()
         if critic:
             state = state.replace(critic=critic.updater.offload(state.critic))
         return self.updater.offload(state)
+
+    def restore_waiting(self) -> None:
+        """Take what waits in the checkpoint beside the state: groups under way."""
+        buffer = self.checkpointer.restored_buffer or {}
+        if UNDER_WAY in buffer:
+            self.under_way = units_from_bytes(buffer[UNDER_WAY])
+            self.next_ordinal = self.under_way[-1].ordinal + 1
 
     def warm_up(self) -> None:
         """Compile what the steps and evaluations will run; print the shapes.
@@ -850,6 +946,7 @@ class Trainer:
             uids=[prompt.uid for prompt in self.train_prompts],
             held=self.held_groups,
         )
+        self.hand_out(first, self.under_way)  # again: the ledger takes back what had no end
 
     def load_reference(self, moved: Params | None = None) -> None:
         """Load the reference, if a KL counts or the loss asks for its log-probs.

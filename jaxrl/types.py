@@ -9,6 +9,7 @@ right padded), V vocabulary. All [B, T] arrays are aligned to the predicted toke
 or an estimator is called with.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
@@ -43,6 +44,9 @@ class Prompt:
     extras: dict[str, Any] = field(default_factory=dict)
     # where the row was read, or what generated it; "": nobody knows
     file: str = field(default="", compare=False)
+    # of a group that may go on in the next step: the samples that are asked for, by number, with
+    # the `rollout.protocol.Completion` that each has so far; None: all samples, each to its end
+    begun: Mapping[int, Any] | None = field(default=None, compare=False)
 
     @property
     def place(self) -> str:
@@ -112,6 +116,7 @@ class GeneratorInput(TypedDict):
     prompts: list[Prompt]
     keys: list[tuple[int, int]]  # PRNG key data of each trajectory
     sampling: Any  # rollout.protocol.Sampling
+    begun: NotRequired[list[Any]]  # what each trajectory has so far, see `Prompt.begun`
     trajectory_ids: NotRequired[list[TrajectoryID]]
     part: NotRequired[bool]  # of a batch whose parts are sampled one by one; see `measured` below
 

@@ -65,6 +65,7 @@ from jaxrl.config.recipe import (
 from jaxrl.config.rollouts import (
     by_transfer,
     by_versions,
+    carries,
     check_engines,
     engine_parts,
     exact_parts,
@@ -197,6 +198,7 @@ __all__ = [
     "group_bytes",
     "by_transfer",
     "by_versions",
+    "carries",
     "in_process",
     "keeps_pages",
     "least_hosts",

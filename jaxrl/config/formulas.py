@@ -12,6 +12,7 @@ from jaxrl.config.objective_requirements import (
     sampled_are_exact,
     wants_old_log_probs,
 )
+from jaxrl.config.rollouts import carries
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.losses import LOSSES
@@ -99,7 +100,7 @@ def reduction_line(config: TrainConfig) -> str:
 
 def sampler_lines(config: TrainConfig) -> list[str]:
     """Say how the sampler is not the policy, and what is not known of it."""
-    lines = _eight_bits(config)
+    lines = [*_eight_bits(config), *_carried(config)]
     if config.generator.sampling_params.logprobs is not None:
         return lines
     return [
@@ -125,6 +126,18 @@ def _eight_bits(config: TrainConfig) -> list[str]:
     else:
         corrected = "not corrected"
     return [f"computes in 8 bits ({', '.join(parts)}): {corrected}"]
+
+
+def _carried(config: TrainConfig) -> list[str]:
+    """Say what it means for a batch that samples go on in the next step."""
+    if not carries(config):
+        return []
+    settings, size = config.generator.partial_rollouts, config.trainer.train_batch_size
+    return [
+        f"carries samples of more than {settings.max_tokens_per_step} tokens into the next step: "
+        f"of {size + settings.extra_prompts} groups under way the {size} oldest that are at their "
+        "end are trained, so long answers later than short ones, on tokens of several policies"
+    ]
 
 
 def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:

@@ -240,6 +240,23 @@ class InferenceEngineConfig(BaseConfig):
 
 
 @dataclass
+class PartialRolloutsConfig(BaseConfig):
+    """Say how samples go on in the next step, so that none waits for its longest answers.
+
+    A step trains the train_batch_size oldest of the groups that are at their end. Long answers are
+    trained later than short ones, and on tokens of several policies; none is left out.
+    """
+
+    max_tokens_per_step: Annotated[int | None, positive_or(None, "every answer is waited for")] = (
+        None
+    )
+    """Most tokens that a sample draws in a step before it waits for the next one. Where too few
+    groups are then at their end, the oldest go on. None = a step waits for all answers."""
+    extra_prompts: Annotated[int, not_negative] = 0
+    """Groups under way beside those of a batch; as many can be carried into the next step."""
+
+
+@dataclass
 class GeneratorConfig(BaseConfig):
     """Hold the settings of rollouts."""
 
@@ -261,6 +278,10 @@ class GeneratorConfig(BaseConfig):
     """Variables of the chat template, e.g. {"enable_thinking": False}."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling for training."""
+    partial_rollouts: Annotated[PartialRolloutsConfig, new()] = field(
+        default_factory=PartialRolloutsConfig
+    )
+    """Samples that go on in the next step."""
     use_conversation_multi_turn: Annotated[bool, implemented("an appended token is masked")] = True
     """Each turn is a message of its own."""
     append_eos_token_after_stop_str_in_multi_turn: Annotated[

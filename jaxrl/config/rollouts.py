@@ -26,8 +26,9 @@ def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
         num_processes: that share the prompts of a batch; the largest share counts.
     """
     generator, trainer = config.generator, config.trainer
+    under_way = trainer.train_batch_size + generator.partial_rollouts.extra_prompts
     prompts, evaluated = (
-        -(-size // num_processes) for size in (trainer.train_batch_size, trainer.eval_batch_size)
+        -(-size // num_processes) for size in (under_way, trainer.eval_batch_size)
     )
     evaluated *= generator.eval_n_samples_per_prompt
     if not overlaps(config):
@@ -57,6 +58,11 @@ def overlaps(config: TrainConfig) -> bool:
 def runs_free(config: TrainConfig) -> bool:
     """Return whether the clock decides what makes a batch."""
     return overlaps(config) and config.trainer.fully_async.schedule == "free"
+
+
+def carries(config: TrainConfig) -> bool:
+    """Return whether samples that are not at their end go on in the next step."""
+    return config.generator.partial_rollouts.max_tokens_per_step is not None
 
 
 def longest_row(config: TrainConfig) -> int:

@@ -37,6 +37,7 @@ from jaxrl.config.objective_requirements import (
 from jaxrl.config.oddities import warn_of_oddities
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
 from jaxrl.config.rollouts import (
+    carries,
     check_engines,
     in_process,
     longest_row,
@@ -78,6 +79,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     check_engines(config, len(ranges.engine), num_processes)
     _check_exact(config)
     _check_eight_bits(config)
+    _check_partial_rollouts(config, num_processes)
     check_async(config, len(ranges.engine))
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
@@ -767,6 +769,52 @@ def _check_eight_bits(config: TrainConfig) -> None:
                 f"policy_loss_type='decoupled_ppo'), or {off!r}"
             )
             fail(field, value, fix)
+
+
+def _check_partial_rollouts(config: TrainConfig, num_processes: int) -> None:
+    """Refuse samples that go on in the next step where they could not, or nothing corrects."""
+    trainer, generator = config.trainer, config.generator
+    group, settings = "generator.partial_rollouts", generator.partial_rollouts
+    if not carries(config):
+        if settings.extra_prompts:
+            fix = "has no effect without max_tokens_per_step; set both, or 0"
+            fail(f"{group}.extra_prompts", settings.extra_prompts, fix)
+        return
+    field, most = f"{group}.max_tokens_per_step", settings.max_tokens_per_step
+    if not settings.extra_prompts:
+        fix = f"must be at least 1 with {field}={most}: else nothing can be carried"
+        fail(f"{group}.extra_prompts", 0, fix)
+    if trainer.fully_async.enabled:
+        fix = (
+            "is for the synchronous trainer (trainer.fully_async.enabled=False): the schedule "
+            "'free' waits for no answer anyway; leave it unset"
+        )
+        fail(field, most, fix)
+    if generator.max_turns > 1:
+        fix = "needs generator.max_turns=1: the state of an environment cannot be kept; leave it"
+        fail(field, most, f"{fix} unset")
+    if generator.sampling_params.stop:
+        fix = (
+            f"with generator.sampling_params.stop={generator.sampling_params.stop}: a string that "
+            "reaches over two steps would not be seen; use stop_token_ids, or leave it unset"
+        )
+        fail(field, most, fix)
+    if trainer.exact != "off":
+        fix = (
+            f"with trainer.exact={trainer.exact!r}, which takes the sampler for the policy: an "
+            "answer is of several policies; leave it unset"
+        )
+        fail(field, most, fix)
+    if num_processes > 1 and trainer.policy.router_replay != "off":
+        fix = "with trainer.policy.router_replay needs a job of one process; leave it unset"
+        fail(field, most, fix)
+    if not corrects_for_sampler(trainer.algorithm):
+        fix = (
+            "trains on tokens of older policies, and nothing in the objective corrects for it: set "
+            f"{_CORRECTION}.tis_ratio_type='token' or one of its masks, a loss whose ratio is "
+            f"against the sampler ({_ALGORITHM}.old_log_probs='rollout'), or leave it unset"
+        )
+        fail(field, most, fix)
 
 
 def _check_sampling(config: TrainConfig) -> None:

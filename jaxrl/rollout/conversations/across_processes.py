@@ -10,7 +10,7 @@ import jax
 from jaxrl.data.columns import NO_ROUTES, ROUTES, ROUTES_PROCESS
 from jaxrl.models.transformer import Params
 from jaxrl.parallel import allgather, is_first, local_slice
-from jaxrl.rollout.conversations.concat_outputs import concat_batch
+from jaxrl.rollout.conversations.concat_outputs import concat_batch, concat_outputs
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.types import GeneratorOutput, Prompt
 
@@ -24,6 +24,7 @@ def sample_across_processes(
     each_samples: bool,
     hosts: int = 1,
     phase: AbstractContextManager[bool] | None = None,
+    part: bool = False,
 ) -> GeneratorOutput:
     """Sample the trajectories of a batch, the same in every process; a collective.
 
@@ -35,21 +36,24 @@ def sample_across_processes(
         each_samples: each process a share of the prompts; False = the first one all of them.
         hosts: neighbouring processes that have a share together, with one engine.
         phase: of that engine: whether this process samples on it; None = it does.
+        part: this is not the whole batch, see `concat_batch`.
 
     Raises:
         Exception: what `sample` raised in any process, in all of them.
     """
     if jax.process_count() == 1:
-        return sample(prompts, False)
+        return sample(prompts, part)
     mine = local_slice(prompts, hosts) if each_samples else prompts if is_first() else ()
     output, error = None, None
     with phase or nullcontext(True) as samples:
         try:
-            output = sample(mine, each_samples) if mine and samples else None
+            output = sample(mine, part or each_samples) if mine and samples else None
         except Exception as raised:  # the others wait
             error = raised
     parts, _ = exchanged(output, error)
-    return concat_batch(list(parts.values())) if each_samples else next(iter(parts.values()))
+    if not each_samples:
+        return next(iter(parts.values()))
+    return (concat_outputs if part else concat_batch)(list(parts.values()))
 
 
 def exchanged(

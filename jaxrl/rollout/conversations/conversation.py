@@ -19,6 +19,7 @@ from jaxrl import activity
 from jaxrl.config import GeneratorConfig, SamplingParams, keeps_pages
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
+from jaxrl.rollout.conversations.carried import CARRIED, goes_on, joined, next_piece
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.rollout.conversations.rejudge import is_chosen, judges_alike
 from jaxrl.rollout.conversations.reward_terms import RewardTerms
@@ -57,16 +58,20 @@ def generator_input(
 ) -> GeneratorInput:
     """Ask for `samples` trajectories of every prompt.
 
-    The key of each is named by `rng_path`, prompt and number.
+    The key of each is named by `rng_path`, prompt and number. Of prompts whose samples are under
+    way only those are asked for that are not at their end.
 
     Args:
         rng_path: seed, phase and step.
     """
+    every = dict.fromkeys(range(samples))
+    asked = [(p, i, so_far) for p in prompts for i, so_far in (p.begun or every).items()]
     return GeneratorInput(
-        prompts=[p for p in prompts for _ in range(samples)],
-        trajectory_ids=[TrajectoryID(p.uid, i) for p in prompts for i in range(samples)],
-        keys=[sample_key(*rng_path, p.uid, i) for p in prompts for i in range(samples)],
+        prompts=[p for p, _, _ in asked],
+        trajectory_ids=[TrajectoryID(p.uid, i) for p, i, _ in asked],
+        keys=[sample_key(*rng_path, p.uid, i) for p, i, _ in asked],
         sampling=sampling,
+        begun=[so_far for _, _, so_far in asked],
     )
 
 
@@ -127,8 +132,9 @@ class Conversation:
         session: Session,
         submissions: Submissions,
         failures: Failures,
+        begun: Completion | None = None,
     ) -> None:
-        self.prompt, self.key = prompt, key
+        self.prompt, self.key, self.begun = prompt, key, begun
         self.session, self.submissions, self.failures = session, submissions, failures
         self.transcript = Transcript(list(prompt.tokens))
         self.over: Future[None] = Future()  # until it is cancelled the engine keeps its pages
@@ -255,9 +261,10 @@ class ConversationGenerator:
         submissions, failures = self._submissions_here(), Failures()
         sampling: Sampling = batch["sampling"]
         with activity.doing("rollouts", len(batch["prompts"])) as rollouts:
+            begun = batch.get("begun") or [None] * len(batch["prompts"])
             conversations = [
-                Conversation(prompt, key, self._session(prompt, key), submissions, failures)
-                for prompt, key in zip(batch["prompts"], batch["keys"], strict=True)
+                Conversation(prompt, key, self._session(prompt, key), submissions, failures, so_far)
+                for prompt, key, so_far in zip(batch["prompts"], batch["keys"], begun, strict=True)
             ]
             try:
                 await _all([self._open(conversation) for conversation in conversations])
@@ -312,14 +319,19 @@ class ConversationGenerator:
     ) -> list[Turn | None]:
         """Submit all first turns in one call of the engine; None where nothing is to be sampled."""
         able = [i for i, c in enumerate(conversations) if not c.failure and self._fits(c)]
-        neighbours = groupby(
-            able, lambda i: (conversations[i].prompt.uid, conversations[i].transcript.input)
-        )
-        groups = [(tokens, list(rows)) for (_, tokens), rows in neighbours]
+
+        def begins(i: int) -> tuple[str, tuple[int, ...], int]:
+            one = conversations[i]
+            drawn = one.begun.tokens if one.begun else []
+            return one.prompt.uid, (*one.transcript.input, *drawn), len(drawn)
+
+        groups = [(tokens, list(rows)) for (_, tokens, _), rows in groupby(able, begins)]
         requests = []
+        most = self.settings.partial_rollouts.max_tokens_per_step
         for tokens, rows in groups:
             alike = [conversations[i] for i in rows]
-            requests.append(self._request(alike, [c.key for c in alike], tokens, sampling))
+            piece = next_piece(sampling, alike[0].begun, most)
+            requests.append(self._request(alike, [c.key for c in alike], tokens, piece))
         turns: list[Turn | None] = [None] * len(conversations)
         submitted = await asyncio.gather(*(submissions.submit(request) for request in requests))
         for (_, rows), samples in zip(groups, submitted, strict=True):
@@ -346,15 +358,22 @@ class ConversationGenerator:
         rollouts: activity.Activity,
     ) -> None:
         """Hold a conversation from its first turn to its end."""
+        carried = False
         with conversation.failing():
             while turn is not None:
                 completion = await asyncio.wrap_future(turn)
+                if conversation.begun:
+                    completion = joined(conversation.begun, completion)
+                    if carried := goes_on(completion, sampling):
+                        conversation.take(completion)
+                        conversation.stop_reason = CARRIED
+                        break
                 rollouts.waiting += 1
                 try:
                     turn = await self._turn(conversation, completion, sampling)
                 finally:
                     rollouts.waiting -= 1
-            if not conversation.failure:
+            if not conversation.failure and not carried:
                 conversation.metrics = await conversation.session.metrics()
         conversation.transcript.end_at_turn()
         await conversation.close()
