@@ -76,12 +76,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 KINDS["guesses"] = KINDS["turns"] | {"generator.inference_engine.speculative_tokens": 3}
 KINDS["carried"] = {
-    "data.train_data": ["benchmarks.chaos:slowly_judged"],
+    "data.train_data": ["benchmarks.chaos:slowly_judged(size=12)"],  # a prompt comes again soon
     "trainer.algorithm.old_log_probs": "rollout",
+    "generator.longest_first": True,
     "generator.sampling_params.max_generate_length": 8,
     "generator.partial_rollouts.max_tokens_per_step": 3,
     "generator.partial_rollouts.extra_prompts": 3,
     "generator.inference_engine.speculative_tokens": 3,
+    "generator.inference_engine.speculative_history": 32,
 }
 INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
@@ -112,9 +114,9 @@ def slowly_answered() -> Iterator[dict[str, Any]]:
         yield {**row, "env_class": "benchmarks.chaos:SlowGuess"}
 
 
-def slowly_judged() -> Iterator[dict[str, Any]]:
+def slowly_judged(size: int = 64) -> Iterator[dict[str, Any]]:
     """The prompts, with `SlowJudge`."""
-    for row in sort_digits.prompts(size=64, seed=0):
+    for row in sort_digits.prompts(size=size, seed=0):
         yield {**row, "env_class": "benchmarks.chaos:SlowJudge"}
 
 

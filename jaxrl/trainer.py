@@ -68,6 +68,7 @@ from jaxrl.rollout.conversations.carried import NO_ROWS, going_on, unfinished, w
 from jaxrl.rollout.conversations.concat_outputs import concat_batch
 from jaxrl.rollout.conversations.conversation import sampling_of
 from jaxrl.rollout.conversations.dynamic_sampling import collect, distinct_uids
+from jaxrl.rollout.conversations.history import AnswerHistory
 from jaxrl.rollout.conversations.stream import Unit, units_from_bytes, units_to_bytes
 from jaxrl.rollout.generator import GeneratorInterface, run_now, sample_prompts
 from jaxrl.rollout.native.followed import phase_of
@@ -101,7 +102,8 @@ from jaxrl.training.staleness import with_staleness
 from jaxrl.training.update import minibatches_of_step, rows_without_update
 from jaxrl.types import GeneratorOutput, Message, Prompt, TrainBatch, TrainState
 
-UNDER_WAY = "under_way"  # array of a checkpoint's buffer: groups that are carried
+# Arrays of a checkpoint's buffer: groups that are carried, what prompts were answered.
+UNDER_WAY, ANSWERS = "under_way", "answers"
 
 
 class NothingLearnt(ValueError):
@@ -164,6 +166,7 @@ class Trainer:
         self.batch: TrainBatch | None = None  # of the last step
         self.under_way: list[Unit] = []  # groups handed out and not trained, ascending
         self.groups: dict[int, list[int]] = {}  # their numbers in the ledger, by ordinal
+        self.history = answer_history(config)
         self.batch_of = functools.lru_cache(maxsize=16)(self.prompts_of)
         self.callbacks = callbacks
         self.recorder = Recorder(
@@ -411,6 +414,8 @@ class Trainer:
 
         output, uids = collect(draw, self.config, step)
         ledger.drop(drawn.difference(output.get("ledger_ids", ())), step, "dynamic_sampling")
+        if self.history:
+            self.history.add(output, uids)
         self.engine.sleep()  # its copy of the weights is of no more use
         return output, uids
 
@@ -490,6 +495,8 @@ class Trainer:
         Args:
             attempt: number of the batch within the step.
         """
+        if self.history:
+            prompts = self.history.told(prompts, step)
         phase = "train" if attempt == 1 else f"train, batch {attempt}"
         params = self.config.generator.sampling_params
         return self.sample_now(phase, prompts, step, self.samples, params)
@@ -707,8 +714,10 @@ class Trainer:
     def commit(self, step: int) -> str:
         """Save the state, groups under way, and where the ledger stands; return the path."""
         meta = {**self.checkpoint_meta, "ledger": self.ledger.commit()}
-        buffer = {UNDER_WAY: units_to_bytes(self.under_way)} if self.under_way else None
-        return self.checkpointer.save(step, self.state, meta, buffer)
+        buffer = {UNDER_WAY: units_to_bytes(self.under_way)} if self.under_way else {}
+        if self.history:
+            buffer[ANSWERS] = self.history.to_bytes()
+        return self.checkpointer.save(step, self.state, meta, buffer or None)
 
     # ---------------------------------------------------------------- around the steps
 
@@ -823,11 +832,13 @@ class Trainer:
         return self.updater.offload(state)
 
     def restore_waiting(self) -> None:
-        """Take what waits in the checkpoint beside the state: groups under way."""
+        """Take what the checkpoint has beside the state: groups under way, earlier answers."""
         buffer = self.checkpointer.restored_buffer or {}
         if UNDER_WAY in buffer:
             self.under_way = units_from_bytes(buffer[UNDER_WAY])
             self.next_ordinal = self.under_way[-1].ordinal + 1
+        if self.history and ANSWERS in buffer:
+            self.history.from_bytes(buffer[ANSWERS])
 
     def warm_up(self) -> None:
         """Compile what the steps and evaluations will run; print the shapes.
@@ -971,6 +982,14 @@ class Trainer:
     def _due(self, step: int, interval: int) -> bool:
         """Return whether what comes every `interval` steps and at the end is due; -1 = never."""
         return interval > 0 and (step % interval == 0 or step == self.total_steps)
+
+
+def answer_history(config: cfg.TrainConfig) -> AnswerHistory | None:
+    """Return what keeps the answers of earlier epochs; None where nobody asks for them."""
+    generator, engine = config.generator, config.generator.inference_engine
+    if generator.longest_first or engine.speculative_history or engine.speculative_least:
+        return AnswerHistory(engine.speculative_history, engine.speculative_least)
+    return None
 
 
 @contextmanager

@@ -29,6 +29,14 @@ Message = dict[str, Any]  # {"role": "user", "content": "..."}
 MOST_SEGMENTS = 16  # trajectories in a row of the model
 
 
+class Earlier(NamedTuple):
+    """Hold what is known of how a prompt was answered, which makes sampling faster, not other."""
+
+    longest: int = 0  # tokens of the longest answer of its last epoch; 0 = not known
+    answers: tuple[int, ...] = ()  # tokens of some of these, -1 between two
+    guesses: bool = True  # an engine that guesses tokens is to do so
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Hold one row of a data set, tokenised with the chat template.
@@ -47,6 +55,7 @@ class Prompt:
     # of a group that may go on in the next step: the samples that are asked for, by number, with
     # the `rollout.protocol.Completion` that each has so far; None: all samples, each to its end
     begun: Mapping[int, Any] | None = field(default=None, compare=False)
+    earlier: Earlier = field(default=Earlier(), compare=False)
 
     @property
     def place(self) -> str:

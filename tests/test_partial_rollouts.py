@@ -1,4 +1,7 @@
-"""Runs whose samples go on in the next step, with the real trainer and engine on eight devices."""
+"""Runs whose samples go on in the next step, with the real trainer and engine on eight devices.
+
+Tokens are guessed from the answers of earlier epochs, and what was long is begun first.
+"""
 
 import jax
 import numpy as np
@@ -15,7 +18,9 @@ from tests.test_train import assert_bitwise_equal, metric_lines, small
 
 MOST, EXTRA, LONGEST = 3, 3, 7  # tokens of a step, groups beside a batch, tokens of an answer
 CARRIES = {
+    "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=8, seed=0)"],
     "trainer.max_training_steps": 6,
+    "trainer.epochs": 3,  # two steps each
     "trainer.policy_mini_batch_size": 4,
     "trainer.algorithm.policy_loss_type": "rollout_is",
     "trainer.algorithm.use_kl_loss": False,
@@ -24,6 +29,9 @@ CARRIES = {
     "generator.sampling_params.max_generate_length": LONGEST,
     "generator.partial_rollouts.max_tokens_per_step": MOST,
     "generator.partial_rollouts.extra_prompts": EXTRA,
+    "generator.longest_first": True,
+    "generator.inference_engine.speculative_tokens": 3,
+    "generator.inference_engine.speculative_history": 32,
     "trainer.eval_interval": 3,
     "trainer.ckpt_interval": 3,
     "trainer.hf_save_interval": -1,

@@ -169,6 +169,12 @@ class InferenceEngineConfig(BaseConfig):
     """Tokens that a step of our engine guesses of each row, from how its prompt or answer went on
     where its last tokens stood before; kept as far as they are what would have been drawn, so that
     the tokens are the same, in fewer steps. docs/rollouts.md."""
+    speculative_history: Annotated[int, not_negative, new()] = 0
+    """Tokens of what a prompt was answered in its last epoch that are kept, in checkpoints too, to
+    guess from them."""
+    speculative_least: Annotated[float, not_negative, new()] = 0.0
+    """Tokens that a step must draw of a row, where it guesses, for guessing to pay: after a batch
+    with fewer nothing is guessed until the next step whose number ends in 0. 0 = always."""
     quantization: Annotated[str | None, one_of(None, "int8", "fp8"), new()] = None
     """8 bits for the matrices of the engine's layers: "int8" or "fp8" (e4m3), with a scale for each
     output channel; None = they are of model_dtype. The sampler is then another distribution than
@@ -278,6 +284,9 @@ class GeneratorConfig(BaseConfig):
     """Variables of the chat template, e.g. {"enable_thinking": False}."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     """Sampling for training."""
+    longest_first: Annotated[bool, new()] = False
+    """Sample first what had the longest answers in its last epoch, so that a step does not wait for
+    a long answer that began last. Changes no token."""
     partial_rollouts: Annotated[PartialRolloutsConfig, new()] = field(
         default_factory=PartialRolloutsConfig
     )

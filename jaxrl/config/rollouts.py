@@ -15,6 +15,10 @@ from jaxrl.config.generator import (
 from jaxrl.config.train_config import TrainConfig
 
 _ENGINE = "generator.inference_engine"
+_OF_STEPS = (
+    "what is known of earlier answers follows from finished steps, and an asynchronous trainer "
+    "(trainer.fully_async.enabled) samples while they go on"
+)
 
 
 def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
@@ -58,6 +62,21 @@ def overlaps(config: TrainConfig) -> bool:
 def runs_free(config: TrainConfig) -> bool:
     """Return whether the clock decides what makes a batch."""
     return overlaps(config) and config.trainer.fully_async.schedule == "free"
+
+
+def _check_history(config: TrainConfig) -> None:
+    """Refuse to keep earlier answers where nobody would use them."""
+    engine = config.generator.inference_engine
+    for name in ("speculative_history", "speculative_least"):
+        value = getattr(engine, name)
+        if value and not engine.speculative_tokens:
+            _fail(
+                name, value, "is of use only with speculative_tokens; set that, e.g. 3, or this 0"
+            )
+        if value and config.trainer.fully_async.enabled:
+            _fail(name, value, f"{_OF_STEPS}; set it to 0")
+    if config.generator.longest_first and config.trainer.fully_async.enabled:
+        fail("generator.longest_first", True, f"{_OF_STEPS}; set it to False")
 
 
 def carries(config: TrainConfig) -> bool:
@@ -155,6 +174,7 @@ def check_engines(config: TrainConfig, num_devices: int, num_processes: int = 1)
     if engine.speculative_tokens and engine.backend != "native":
         fix = f"is for the backend 'native', not {engine.backend!r}; set it to 0"
         _fail("speculative_tokens", engine.speculative_tokens, fix)
+    _check_history(config)
     if engine.backend == "jetstream":
         _check_jetstream(config)
     elif engine.run_engines_locally:

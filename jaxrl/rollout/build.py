@@ -58,6 +58,7 @@ def native_engine(
         "enable_prefix_caching": settings.enable_prefix_caching,
         "recompute_kv_on_update": settings.recompute_kv_on_update,
         "speculative_tokens": settings.speculative_tokens,
+        "speculative_history": settings.speculative_history,
         "quantization": settings.quantization,
         "kv_cache_dtype": settings.kv_cache_dtype,
         "decode_text": decode_text,

@@ -75,6 +75,9 @@ class Request:
             is over. An engine that can keeps its pages for the conversation's next turn until then,
             so whoever made the future must end it (`cancel` does) whatever happens. Empty: nothing
             is kept.
+        references: tokens that the samples may repeat, as earlier answers, with -1 between two
+            texts. An engine that guesses tokens looks in them.
+        guesses: such an engine is to guess.
 
     Example: `Request(prompt_tokens=(3, 1, 4, 13), keys=((7, 1), (7, 2)), sampling=Sampling(
     max_tokens=8, stop_token_ids=(45,)))` asks for two samples; the same key gives the same tokens.
@@ -85,6 +88,8 @@ class Request:
     sampling: Sampling
     on_tokens: Callable[[int, "Completion"], None] | None = field(default=None, compare=False)
     conversations: tuple[Future[None], ...] = field(default=(), compare=False)
+    references: tuple[int, ...] = field(default=(), compare=False)
+    guesses: bool = field(default=True, compare=False)
 
     @functools.cached_property
     def prompt(self) -> np.ndarray:

@@ -42,13 +42,16 @@ def _batches(
     for (prompts, sizes, samples), params in phases:
         if params is None or not prompts:
             continue
+        sampling = sampling_of(params, eos_token_ids)
         inputs = prompt_buckets(prompts)
         if generator.max_turns > 1:  # later turns have inputs of any length
             assert generator.max_input_length is not None  # resolved
             inputs = buckets_between(inputs[0], generator.max_input_length)
+        keys = ((0, 0),) * samples
         for size, width in itertools.product(sizes, inputs):
-            keys = ((0, 0),) * samples
-            yield [Request((0,) * width, keys, sampling_of(params, eos_token_ids))] * size
+            yield [Request((0,) * width, keys, sampling)] * size
+        if params is generator.sampling_params and generator.inference_engine.speculative_least:
+            yield [Request((0,) * inputs[-1], keys, sampling, guesses=False)] * sizes[-1]
 
 
 def prompt_buckets(prompts: Sequence[Prompt]) -> list[int]:

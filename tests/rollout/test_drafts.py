@@ -40,6 +40,51 @@ def test_what_came_after_the_last_tokens_before():
     assert found.tolist() == [[4, 1, 2], [5, 5, 5], none, [9, 1, 2], none, [4, 1, 2]]
 
 
+def test_what_came_after_the_last_tokens_in_other_texts():
+    history = [
+        [9, 1, 2, -1, -1, -1],  # the second text goes on 6 7, then it ends
+        [9, 1, 2, -1, -1, -1],  # 9 1 2 is longer than 1 2
+        [1, 2, 5, 5, 1, 2],  # 1 2 in the row itself: that goes before
+        [4, 3, 1, -1, -1, -1],  # nothing; 1 alone is not enough
+        [1, 2, -1, -1, -1, -1],  # of a text and the row's first token nothing is made: 8 | 1 2
+    ]
+    references = [
+        [1, 2, 3, 4, -1, 1, 2, 6, 7, -1],
+        [9, 1, 2, 3, -1, 8, 1, 2, 6, -1],
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, -1],
+        [8, 1, 2, 3, -1, -1, -1, -1, -1, -1],
+        [7, 7, 7, 7, 7, 7, 7, 7, 7, 8],
+    ]
+    position = jnp.array([2, 2, 5, 2, 1])
+    found = draft(jnp.array(history), position, 3, jnp.array(references))
+    assert found.tolist() == [[6, 7, -1], [3, -1, -1], [5, 5, 1], [-1, -1, -1], [-1, -1, -1]]
+
+
+def test_guesses_from_earlier_answers():
+    """The same tokens, and where the answer is known nearly as few steps as can be."""
+    asks = [Request((3 + i, 9, 1), ((5, i),), Sampling(24, temperature=0.9)) for i in range(8)]
+    expected = flat(make(8).generate(asks))
+    known = [
+        dataclasses.replace(ask, references=(*ask.prompt_tokens, *answer.tokens, -1))
+        for ask, answer in zip(asks, expected, strict=True)
+    ]
+    steps = {}
+    for name, asked in {"unknown": asks, "known": known}.items():
+        engine = make(8, speculative_tokens=3, speculative_history=32)
+        found = flat(engine.generate(asked))
+        assert_the_same(found, expected)
+        steps[name] = sum(c.steps for c in found)
+    tokens = sum(len(c.tokens) for c in expected)
+    assert steps["known"] < 0.4 * tokens < steps["unknown"]  # 24 tokens in 6 steps are 0.25
+
+
+def test_nothing_is_guessed_where_no_request_asks_for_it():
+    asks = [dataclasses.replace(ask, guesses=False) for ask in requests()]
+    found = flat(make(6, speculative_tokens=3).generate(asks))
+    assert_the_same(found, flat(make(6).generate(asks)))
+    assert not any(c.steps for c in found)
+
+
 def requests(number=16, **sampling):
     """Prompts of two equal halves; every other one is greedy, which soon repeats itself."""
     draw = np.random.default_rng(0)
@@ -178,6 +223,31 @@ def test_in_the_exact_mode_to_the_last_bit():
     rows, expected = rows_of(cold)
     params = init_params(EXACT_MODEL, 0)
     assert np.array_equal(scored(EXACT_MODEL, tiles, jnp.bfloat16, rows, params), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_users_compile")
+def test_in_the_exact_mode_samples_of_a_group_are_guessed_from_each_other():
+    """Greedy ones say the same: with one slot less than samples the last has all to guess from."""
+    tiles = choose_tiles("log_probs", "cpu", tokens=None, parts=1)
+    ask = Request((4, 2, 7), tuple((1, i) for i in range(4)), Sampling(24, temperature=0.0))
+    found = []
+    for history in (0, 64):
+        engine = NativeEngine(
+            EXACT_MODEL,
+            make_mesh(devices=jax.devices()[:1]),
+            max_num_seqs=3,
+            steps_per_dispatch=2,
+            tiles=tiles,
+            speculative_tokens=3,
+            speculative_history=history,
+        )
+        engine.update_weights(init_params(EXACT_MODEL, 0), 0)
+        found.append(flat(engine.generate([ask])))
+    alone, together = found
+    for one, other in zip(alone, together, strict=True):
+        assert (one.tokens, one.log_probs) == (other.tokens, other.log_probs)
+    assert sum(c.steps for c in together) <= sum(c.steps for c in alone)
 
 
 def test_what_cannot_be_guessed_is_refused():

@@ -325,16 +325,18 @@ class ConversationGenerator:
             drawn = one.begun.tokens if one.begun else []
             return one.prompt.uid, (*one.transcript.input, *drawn), len(drawn)
 
-        groups = [(tokens, list(rows)) for (_, tokens, _), rows in groupby(able, begins)]
+        groups = [(tokens, drawn, list(rows)) for (_, tokens, drawn), rows in groupby(able, begins)]
+        if self.settings.longest_first:  # what goes on is long already
+            groups.sort(key=lambda g: (-g[1], -conversations[g[2][0]].prompt.earlier.longest))
         requests = []
         most = self.settings.partial_rollouts.max_tokens_per_step
-        for tokens, rows in groups:
+        for tokens, _, rows in groups:
             alike = [conversations[i] for i in rows]
             piece = next_piece(sampling, alike[0].begun, most)
             requests.append(self._request(alike, [c.key for c in alike], tokens, piece))
         turns: list[Turn | None] = [None] * len(conversations)
         submitted = await asyncio.gather(*(submissions.submit(request) for request in requests))
-        for (_, rows), samples in zip(groups, submitted, strict=True):
+        for (*_, rows), samples in zip(groups, submitted, strict=True):
             for i, turn in zip(rows, samples, strict=True):
                 turns[i] = turn
         return turns
@@ -348,7 +350,15 @@ class ConversationGenerator:
     ) -> Request:
         """Build the request to continue the same input in some conversations."""
         over = tuple(c.over for c in conversations) if keeps_pages(self.settings) else ()
-        return Request(tokens, tuple(keys), sampling, conversations=over)
+        earlier = conversations[0].prompt.earlier
+        return Request(
+            tokens,
+            tuple(keys),
+            sampling,
+            conversations=over,
+            references=earlier.answers,
+            guesses=earlier.guesses,
+        )
 
     async def _hold(
         self,

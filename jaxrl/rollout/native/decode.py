@@ -144,6 +144,7 @@ class Rows(struct.PyTreeNode):
     min_p: Array  # [B]
     repetition_penalty: Array  # [B]
     history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = nobody asks
+    references: Array | None = None  # [B, H] of the request, then -1; None = there are none
     state: Array | None = None  # [B] where the row's state is; None = the model keeps none
     features: Features = struct.field(pytree_node=False, default=Features())
 
@@ -355,7 +356,7 @@ def decode(
         guesses = jnp.zeros((size, 0), jnp.int32)
         if features.drafts:
             assert run.history is not None
-            guesses = draft(run.history, run.position, features.drafts)
+            guesses = draft(run.history, run.position, features.drafts, rows.references)
         left = rows.max_tokens - rows.count - run.block.count
         count = jnp.where(live, jnp.minimum(1 + (guesses >= 0).sum(axis=1), left), 0)
         tokens = jnp.concatenate([run.last_token[:, None], jnp.maximum(guesses, 0)], axis=1)
@@ -403,30 +404,38 @@ def check_drafts(config: TransformerConfig, number: int, tiles: Tiles | None) ->
         )
 
 
-def draft(history: Array, position: Array, number: int) -> Array:
+def draft(history: Array, position: Array, number: int, references: Array | None = None) -> Array:
     """Guess the next tokens of rows from where their last ones stood before.
 
-    The latest of the longest matches says how they go on; one that comes nearer than `number` is
-    taken to repeat. Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding.
+    The latest of the longest matches says how they go on, in the row before one in its references;
+    one that comes nearer than `number` is taken to repeat. Prompt lookup: Saxena 2023,
+    https://github.com/apoorvumang/prompt-lookup-decoding.
 
     Args:
         history: [B, L] tokens of a row, then -1.
         position: [B] of the last one.
+        references: [B, H] of other texts, -1 between and after them; None = there are none.
 
     Returns:
-        [B, number] tokens; -1 where nothing matches.
+        [B, number] tokens; -1 where nothing matches, and behind the end of a text.
     """
-    at, row = jnp.arange(history.shape[1]), jnp.arange(len(history))[:, None]
-    goes_on, length = at < position[:, None], jnp.zeros(history.shape, jnp.int32)
-    for back in range(LONGEST_MATCH):
-        asked = history[row, jnp.maximum(position[:, None] - back, 0)]
+    last, row = position[:, None], jnp.arange(len(history))[:, None]
+    asked = [history[row, jnp.maximum(last - back, 0)] for back in range(LONGEST_MATCH)]
+    if references is not None:
+        end = jnp.full((len(history), 1), -1)
+        history = jnp.concatenate([references, end, history], axis=1)
+        last = last + references.shape[1] + 1
+    at = jnp.arange(history.shape[1])
+    goes_on, length = at < last, jnp.zeros(history.shape, jnp.int32)
+    for back, token in enumerate(asked):
         here = jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, : history.shape[1]]
-        goes_on = goes_on & (here == asked) & (position[:, None] >= back)
+        goes_on = goes_on & (here == token) & (position[:, None] >= back)
         length = length + goes_on
     best = jnp.argmax(length * history.shape[1] + at, axis=1)[:, None]
-    again = jnp.arange(number) % jnp.maximum(position[:, None] - best, 1)
-    matches = length[row, best] >= LEAST_MATCH
-    return jnp.where(matches, history[row, best + 1 + again], -1)
+    again = jnp.arange(number) % jnp.maximum(last - best, 1)
+    found = history[row, best + 1 + again]
+    matches = (length[row, best] >= LEAST_MATCH) & (jnp.minimum.accumulate(found, axis=1) >= 0)
+    return jnp.where(matches, found, -1)
 
 
 def _seen(config: TransformerConfig, history: Array) -> Array:

@@ -26,7 +26,7 @@ from jaxrl.rollout.native.decode import Block, Features, Rows, check_drafts
 from jaxrl.rollout.native.programs import Prefill, Programs, pages_that_fit
 from jaxrl.rollout.native.sample_thread import SampleThread
 from jaxrl.rollout.native.slots import Sample, SlotTable
-from jaxrl.rollout.protocol import Completion, Request, Sampling
+from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.weights.groups import GROUP_BYTES
 
 NOBODY = 2**30  # in place of a slot: padding
@@ -106,6 +106,8 @@ class NativeEngine(SampleThread):
             trainer computes the same.
         speculative_tokens: guessed in each step from how the row went on before, and kept as far as
             they are what would have been drawn: so the tokens are the same, in fewer steps.
+        speculative_history: tokens of a request's `references` that guesses are looked for in; with
+            `tiles`, where no bit depends on what is guessed, also of its other samples so far.
         quantization, kv_cache_dtype: 8 bits of weights, and of keys and values, see `Programs`. The
             log-probs are those of what is computed with them.
 
@@ -141,6 +143,7 @@ class NativeEngine(SampleThread):
         keep_routes: bool = False,
         tiles: Tiles | None = None,
         speculative_tokens: int = 0,
+        speculative_history: int = 0,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
         programs: Callable[..., Programs] = Programs,
@@ -156,7 +159,7 @@ class NativeEngine(SampleThread):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         check_drafts(config, speculative_tokens, tiles)
-        self._always = Features(drafts=speculative_tokens)
+        self.drafts, self.guesses_alike = speculative_tokens, tiles is not None
         self.max_model_len = max_model_len
         self.recompute_kv_on_update, self.decode_text = recompute_kv_on_update, decode_text
         pages = None
@@ -205,6 +208,7 @@ class NativeEngine(SampleThread):
             restore=self.programs.put,
             tile=self.programs.shape.tile,
             states=self.programs.states,
+            references=speculative_history if speculative_tokens else 0,
         )
         self._newest: Flight | None = None  # block, whether it is fetched or not
         self._flight: Flight | None = None
@@ -253,7 +257,7 @@ class NativeEngine(SampleThread):
         """
         with self._held():
             self._prepare(requests)
-            for features in {self._needs([request.sampling]) for request in requests}:
+            for features in {self._needs([request]) for request in requests}:
                 self._warm |= {features, *(features.union(other) for other in self._warm)}
             self.programs.warm_up(
                 lambda size: [
@@ -264,7 +268,7 @@ class NativeEngine(SampleThread):
 
     def calls(self, params: Params, requests: Sequence[Request]) -> dict[str, Call]:
         """Return the largest programs for such requests, see `Programs.calls`; place nothing."""
-        needs = self._needs([request.sampling for request in requests])
+        needs = self._needs(requests)
 
         def padding() -> Rows:
             self._resize()
@@ -521,7 +525,7 @@ class NativeEngine(SampleThread):
         begins = np.ones(size, bool)
         begins[going] = False
         after, block = self.programs.decode(
-            self._rows(slots, self._needs([x.request.sampling for x in samples.values()]), start),
+            self._rows(slots, self._needs([x.request for x in samples.values()]), start),
             plan.arrays(pace) if plan.used else None,
             flight.rows if flight else None,
             begins,
@@ -603,12 +607,11 @@ class NativeEngine(SampleThread):
                 self._done.append(sample.hand_over)
         del self._ended[:number]
 
-    def _needs(self, samplings: Sequence[Sampling]) -> Features:
-        """Return what rows of a block with such sampling need together."""
-        features = self._always
-        for sampling in {
-            id(s): s for s in samplings
-        }.values():  # the samples of a request share one
+    def _needs(self, requests: Sequence[Request]) -> Features:
+        """Return what rows of a block with samples of such requests need together."""
+        features = Features(drafts=self.drafts if any(r.guesses for r in requests) else 0)
+        samplings = {id(request.sampling): request.sampling for request in requests}
+        for sampling in samplings.values():
             features = features.including(sampling)
         return features
 
@@ -625,6 +628,9 @@ class NativeEngine(SampleThread):
         if features.penalised or features.drafts:
             known = np.arange(table.tokens.shape[1]) <= last[:, None]
             history = np.where(known, table.tokens[at], -1)
+        references = None
+        if features.drafts and table.references.size:
+            references = table.references_of(at, with_group=self.guesses_alike)
         stop_ids = np.full((len(slots), features.stop_ids), -1, np.int32)
         wanted = table.stop_ids[at, : features.stop_ids]
         stop_ids[:, : wanted.shape[1]] = wanted
@@ -637,6 +643,7 @@ class NativeEngine(SampleThread):
             count=table.length[at] - table.prompt[at],
             stop_ids=stop_ids,
             history=history,
+            references=references,
             state=table.state[at] if table.keeps_states else None,
             features=features,
             **{name: column[at] for name, column in table.asked.items()},

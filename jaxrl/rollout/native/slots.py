@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.rollout.native.decode import LEAST_STOP_IDS, SETTINGS, Block
+from jaxrl.rollout.native.decode import LEAST_STOP_IDS, LONGEST_MATCH, SETTINGS, Block
 from jaxrl.rollout.native.page_pool import ROOT, PagePool, page_key
 from jaxrl.rollout.native.stop_strings import StopStrings
 from jaxrl.rollout.protocol import Completion, Request
@@ -233,6 +233,7 @@ class SlotTable:
         restore: (part, pages, what `save` returned of these and more, state).
         tile: tokens that are prefilled together.
         states: of each part; 0 = the model keeps none.
+        references: tokens of a request's that a row has.
     """
 
     def __init__(
@@ -245,6 +246,7 @@ class SlotTable:
         restore: Callable[..., None],
         tile: int = 1,
         states: int = 0,
+        references: int = 0,
     ) -> None:
         self.share_prefixes, self.parts, self.each = share_prefixes, parts, slots // parts
         self._save, self._restore, self._tile = save, restore, tile
@@ -272,6 +274,7 @@ class SlotTable:
         self.stale = np.zeros(slots, bool)  # [S] some were filled before the last update
         self.age = np.zeros(slots, np.int64)  # [S] a smaller one was here before
         self.prompt = np.zeros(slots, np.int32)  # [S] tokens of the prompt
+        self.references = np.full((slots, references), -1, np.int32)  # [S, H] as in Rows
         self.stop_ids = np.full((slots, LEAST_STOP_IDS), -1, np.int32)  # as in Rows
         self.asked = {  # name -> [S], columns of Rows that are the sample's from its start
             "keys": np.zeros((slots, 2), np.uint32),
@@ -411,6 +414,33 @@ class SlotTable:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, more)), constant_values=-1)
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        given = sample.request.references[: self.references.shape[1]]
+        self.references[slot] = -1
+        self.references[slot, : len(given)] = given
+
+    def references_of(self, slots: np.ndarray, *, with_group: bool) -> np.ndarray:
+        """Return the texts [B, H] in which guesses for slots [B] are looked for, -1 between them.
+
+        Args:
+            with_group: before those of the request, what its other samples have drawn so far.
+        """
+        references = self.references[slots]
+        if not with_group:
+            return references
+        groups: dict[int, list[int]] = {}
+        for slot, sample in self.live():
+            if self.length[slot] > self.prompt[slot]:
+                groups.setdefault(sample.group, []).append(slot)
+        for row, slot in enumerate(slots.tolist()):
+            sample, text = self.samples[slot], list[int]()
+            for other in groups.get(sample.group, ()) if sample else ():
+                if other != slot:  # from some tokens before its answer on: where that begins
+                    begin = max(int(self.prompt[other]) - LONGEST_MATCH, 0)
+                    text += [*self.tokens[other, begin : self.length[other]].tolist(), -1]
+            if text:
+                given = [*text, *references[row].tolist()]
+                references[row] = given[: references.shape[1]]
+        return references
 
     def _clear(self, slot: int) -> None:
         """Note that a slot has no positions."""
