@@ -36,6 +36,7 @@ from benchmarks import (
     sandbox,
     serve,
     staleness,
+    tail,
     tool_use,
     train_step,
     weight_delta,
@@ -422,6 +423,12 @@ def test_guesses_that_are_right_take_fewer_steps():
     assert same == 4
     assert share[0] == 1
     assert share[3] > 1.5
+
+
+@pytest.mark.slow
+def test_the_longest_first_takes_fewer_blocks():
+    found = tail.order(4, 0, config_from_hf(SHAPES["smoke"]))
+    assert found["longest first"][1] < found["order of the data"][1]
 
 
 @pytest.mark.slow  # it compiles every program twice
