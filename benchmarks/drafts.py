@@ -5,9 +5,10 @@
 
 Weights are random. Drawn at temperature 1 nothing comes again, and each step guesses in vain; drawn
 greedily a row soon repeats itself, and nearly every guess is right. Real answers lie between. The
-numbers of drafts go by turns; of three rounds the fastest counts. With `--tasks` recipes learn
-from 64 prompts, over and over, without guesses, with them, and with earlier epochs' answers to guess
-from: seconds of a step's sampling, and tokens of a decoding step, at the beginning and at the end.
+numbers of drafts go by turns; of three rounds the fastest counts. With `--tasks` recipes learn from
+64 prompts, over and over, without guesses, with them, and with the answers of earlier epochs to
+guess from: seconds of a step's sampling, tokens of a decoding step and reward, of the second and of
+the last quarter.
 
 Claim: the tokens are the same; where they are guessed, few rows gain most.
 """
