@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -199,7 +200,8 @@ class ResponseBuilder:
         alternatives = self.request.alternatives or 0
         if not alternatives:
             return []
-        ranked = sorted(new.top_log_probs[i].items(), key=lambda pair: -pair[1])
+        possible = (pair for pair in new.top_log_probs[i].items() if math.isfinite(pair[1]))
+        ranked = sorted(possible, key=lambda pair: -pair[1])
         return ranked[:alternatives]
 
     def _log_probs(self, new: Completion, start: int) -> dict[str, Any]:

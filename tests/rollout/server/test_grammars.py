@@ -18,6 +18,7 @@ from jaxrl.rollout.server.answer_formats import Said, tags
 from jaxrl.rollout.server.grammars import Grammars, lark
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.server.scripted import TypingEngine, serving
+from tests.rollout.server.test_server import ask as by_hand
 from tests.rollout.server.test_tool_calls import LOOK, TEMPLATE
 
 MODEL = TransformerConfig(
@@ -128,6 +129,19 @@ def test_log_probs_are_those_of_what_the_grammar_allows(server, client):
         policy = np.array([free.top_log_probs[0][i] for i in range(290)]) / 0.8
         expected = policy[tokens[at]] - np.log(np.exp(policy[allowed]).sum())
         np.testing.assert_allclose(scores[at], expected, atol=1e-3)
+
+
+def test_alternatives_are_those_that_may_come(server):
+    body = {"messages": USER, "response_format": STRICT, "max_tokens": 12, "seed": 1}
+    status, answer = by_hand(
+        server, "/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 3}
+    )
+    assert status == 200
+    assert "Infinity" not in json.dumps(answer)  # which is no JSON
+    first, *others = answer["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in first["top_logprobs"]] == ["{"]
+    assert first["top_logprobs"][0]["logprob"] == 0
+    assert max(len(entry["top_logprobs"]) for entry in others) == 3
 
 
 def server_grammar(server):
