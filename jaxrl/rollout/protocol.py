@@ -62,6 +62,22 @@ class Sampling:
             )
 
 
+class Constraint(Protocol):
+    """Say which tokens may come next in one sample; it is asked and told in turns."""
+
+    def allowed(self) -> np.ndarray:
+        """Return the ids that may come next, as bits of uint8 [V / 8, rounded up].
+
+        Bit i % 8 of entry i // 8, from the lowest on, is id i. Where the text may end, the ids that
+        stop the sample are among them. What it raises ends the sample.
+        """
+        ...
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Go on behind tokens that were drawn; nothing may be raised here."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """Ask for n samples of one prompt.
@@ -78,6 +94,8 @@ class Request:
         references: tokens that the samples may repeat, as earlier answers, with -1 between two
             texts. An engine that guesses tokens looks in them.
         guesses: such an engine is to guess.
+        constrain: makes the constraint of each sample; None = any token may come. All else is as
+            ever: log-probs are of the distribution over the tokens that it allows.
 
     Example: `Request(prompt_tokens=(3, 1, 4, 13), keys=((7, 1), (7, 2)), sampling=Sampling(
     max_tokens=8, stop_token_ids=(45,)))` asks for two samples; the same key gives the same tokens.
@@ -90,6 +108,7 @@ class Request:
     conversations: tuple[Future[None], ...] = field(default=(), compare=False)
     references: tuple[int, ...] = field(default=(), compare=False)
     guesses: bool = field(default=True, compare=False)
+    constrain: Callable[[], Constraint] | None = field(default=None, compare=False)
 
     @functools.cached_property
     def prompt(self) -> np.ndarray:
@@ -101,12 +120,13 @@ class Request:
         """Return the most tokens that prompt and response have together."""
         return len(self.prompt_tokens) + self.sampling.max_tokens
 
-    def check(self, max_model_len: int | None, has_text: bool) -> None:
+    def check(self, max_model_len: int | None, has_text: bool, *, constrains: bool = False) -> None:
         """Refuse what an engine can never serve.
 
         Args:
             max_model_len: most tokens of a row.
             has_text: the engine can decode text.
+            constrains: the engine asks constraints before each token.
 
         Raises:
             ValueError: says what is wrong, and the fix.
@@ -128,6 +148,16 @@ class Request:
             raise ValueError(
                 f"keep_sampling_mask with top_k={self.sampling.top_k}: the set could be the whole "
                 "vocabulary; set top_k, e.g. 64"
+            )
+        if self.constrain is None:
+            return
+        if not constrains:
+            raise ValueError("constrain: this engine asks no constraint; the native one does")
+        if self.sampling.min_tokens or not self.sampling.stop_token_ids:
+            raise ValueError(
+                f"min_tokens={self.sampling.min_tokens}, stop_token_ids="
+                f"{self.sampling.stop_token_ids}: a constrained sample ends, by a stop token, "
+                "where its constraint does; set min_tokens=0 and stop_token_ids"
             )
 
 

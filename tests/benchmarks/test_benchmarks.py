@@ -22,6 +22,7 @@ from benchmarks import (
     environment_workers,
     exact,
     experts,
+    grammars,
     grpo_step,
     long_context,
     losses,
@@ -429,6 +430,16 @@ def test_guesses_that_are_right_take_fewer_steps():
 def test_the_longest_first_takes_fewer_blocks():
     found = tail.order(4, 0, config_from_hf(SHAPES["smoke"]))
     assert found["longest first"][1] < found["order of the data"][1]
+
+
+@pytest.mark.slow
+def test_answers_with_a_grammar_are_as_long_as_free_ones():
+    model = config_from_hf(SHAPES["smoke"] | {"vocab_size": 300})
+    constrain = grammars.constrain_of(model, files=3)
+    engine = drafts.engine_of(model, init_params(model, 0), 2, 0)
+    found = grammars.measure(engine, 2, constrain)
+    assert found.keys() == {"free", "one of a schema", "all of a schema"}
+    assert grammars.mask_seconds(constrain, 5) > 0
 
 
 @pytest.mark.slow  # it compiles every program twice

@@ -25,6 +25,11 @@ class Balancer:
         self._home: dict[Future[None], int] = {}  # engine of each conversation
         self._lock = threading.RLock()  # a conversation may be over when it is looked at
 
+    @property
+    def constrains(self) -> bool:
+        """Return whether the engines ask the constraints of requests."""
+        return all(engine.constrains for engine in self.engines)
+
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests as `protocol.Engine` says.
 

@@ -86,6 +86,7 @@ class Features:
         sampling_mask_size: most ids of a set that is reported, rounded up to a power of two.
         stop_ids: most of a row, rounded up to a power of two.
         drafts: tokens that are guessed in each step, of an engine that does.
+        constrained: a constraint, which the host asks before each token: the block has one step.
     """
 
     filtered: bool = False
@@ -95,6 +96,7 @@ class Features:
     sampling_mask_size: int = 0
     stop_ids: int = LEAST_STOP_IDS
     drafts: int = 0
+    constrained: bool = False
 
     def including(self, s: Sampling) -> "Features":
         """Return these features, and what such sampling needs."""
@@ -146,6 +148,8 @@ class Rows(struct.PyTreeNode):
     history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = nobody asks
     references: Array | None = None  # [B, H] of the request, then -1; None = there are none
     state: Array | None = None  # [B] where the row's state is; None = the model keeps none
+    constrained: Array | None = None  # [B] bool; None = no row is
+    allowed: Array | None = None  # [B, V / 8] bits of the ids that may come next; None = all
     features: Features = struct.field(pytree_node=False, default=Features())
 
 
@@ -297,8 +301,8 @@ def decode(
 ) -> tuple[Cache, Rows, Block]:
     """Prefill chunks of prompts, and draw up to `steps` tokens for every row, step by step.
 
-    It ends early when all rows are done and all chunks prefilled. The rows that come back are those
-    of the next block.
+    It ends early when all rows are done and all chunks prefilled, or after a step where a row is
+    constrained. The rows that come back are those of the next block.
 
     Args:
         kernel, experts_kernel, rule_kernel: of `PAGED_ATTENTION`, `GROUPED_PRODUCT` and
@@ -306,6 +310,7 @@ def decode(
         tiles: of the exact mode.
     """
     size, features = len(rows.live), rows.features
+    steps = 1 if features.constrained else steps
     most = steps * (1 + features.drafts)
     alternatives = (size, most, min(features.alternatives, config.vocab_size))
     run = Run(
@@ -357,6 +362,8 @@ def decode(
         if features.drafts:
             assert run.history is not None
             guesses = draft(run.history, run.position, features.drafts, rows.references)
+            if rows.constrained is not None:  # what may follow a guess is not known
+                guesses = jnp.where(rows.constrained[:, None], -1, guesses)
         left = rows.max_tokens - rows.count - run.block.count
         count = jnp.where(live, jnp.minimum(1 + (guesses >= 0).sum(axis=1), left), 0)
         tokens = jnp.concatenate([run.last_token[:, None], jnp.maximum(guesses, 0)], axis=1)
@@ -581,23 +588,30 @@ def draw(
     index, block = jnp.arange(len(run.done)), run.block
     position, drawn = run.position + 1, rows.count + block.count
     choose = functools.partial(_choose, block.top_ids.shape[2], ())
+    allowed = None
+    if rows.allowed is not None:
+        bits = jnp.unpackbits(rows.allowed, axis=1, count=logits.shape[1], bitorder="little")
+        allowed = bits.astype(bool)
     if placement is not None:
         by_row, by_id = placement.spec(logits.shape, ("batch", "vocab"))
         row, whole = PartitionSpec(by_row), PartitionSpec(by_row, by_id)
         choose = jax.shard_map(
             functools.partial(_choose, block.top_ids.shape[2], (by_id,) if by_id else ()),
             mesh=placement.mesh,
-            in_specs=(whole, whole, row, row, row),
+            in_specs=(whole, whole, whole, row, row, row),
             out_specs=Choice(*(row,) * 6, seen=whole),
             check_vma=False,  # of what a loop with collectives returns it is not known
         )
-    choice = choose(logits, run.seen, rows.replace(history=None), position, drawn)
+    own = rows.replace(history=None, allowed=None)
+    choice = choose(logits, run.seen, allowed, own, position, drawn)
     if tiles is not None:
         ids = choice.sampling_mask_ids
         of_rows = rows.temperature, choice.token, ids if ids.shape[1] else None, live
         given = jax.tree.map(lambda x: x[:, None], (logits, *of_rows))
         scores = exact_scores_of_logits(config, tiles, *given, placement=placement)
         plain = (rows.repetition_penalty == 1) & (drawn >= rows.min_tokens)
+        if rows.constrained is not None:
+            plain &= ~rows.constrained
         choice = choice._replace(log_prob=jnp.where(plain, scores[:, 0], choice.log_prob))
     at = jnp.where(live, block.count, block.tokens.shape[1])  # out of bounds drops the write
     hit = (choice.token[:, None] == rows.stop_ids).any(-1) & live
@@ -640,6 +654,7 @@ def _choose(
     axes: tuple[str, ...],
     logits: Array,
     seen: Array | None,
+    allowed: Array | None,
     rows: Rows,
     position: Array,
     drawn: Array,
@@ -647,6 +662,8 @@ def _choose(
     """Draw a token of each row from logits [B, V]; `axes` as in `sampling.py`."""
     raw, features = logits, rows.features
     logits = adjust(logits, seen, rows.repetition_penalty)
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
     early = (drawn < rows.min_tokens)[:, None]
     logits = assign(logits, jnp.where(early, rows.stop_ids, -1), -jnp.inf, axes)
     token, log_prob, mask_ids = sample(

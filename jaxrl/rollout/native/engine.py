@@ -11,7 +11,8 @@ from the tokens; a row that must make room goes to the host's memory and comes b
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -116,6 +117,8 @@ class NativeEngine(SampleThread):
         decoded_tokens: drawn so far.
         suspended: how often a sample has made room for others so far.
     """
+
+    constrains = True
 
     def __init__(
         self,
@@ -281,9 +284,9 @@ class NativeEngine(SampleThread):
 
         Raises:
             ValueError: an empty prompt, a non-positive max_tokens, more tokens than max_model_len,
-                or stop strings without `decode_text`.
+                stop strings without `decode_text`, or a constraint that no stop token could end.
         """
-        request.check(self.max_model_len, self.decode_text is not None)
+        request.check(self.max_model_len, self.decode_text is not None, constrains=True)
 
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
         """Return how many tokens of each prompt the cache holds for any request.
@@ -356,6 +359,9 @@ class NativeEngine(SampleThread):
         self.programs.reserve(1)
 
     def _turn(self) -> None:
+        flight = self._flight.drawn if self._flight else ()
+        if any(of.sample.constraint is not None for of in flight):
+            self._land()  # what may come next follows from what it drew
         self._drop_cancelled()
         self.table.let_go()
         self._reserve()
@@ -499,20 +505,30 @@ class NativeEngine(SampleThread):
         plan, new = self._plan_prefill()
         table, flight = self.table, self._flight
         steps, chunks = self.programs.steps, plan.chunks
+        allowed: dict[int, np.ndarray] = {}
         flown = {of.slot: of.sample for of in flight.drawn} if flight else {}
         ready = (table.filled == table.length - 1) & (self._needed() <= table.held * table.page)
         decodes = ready.tolist()
         samples, going = {}, []
-        for slot, sample in table.live():
+        for slot, sample in list(table.live()):
             left = sample.max_tokens - len(sample.tokens)
             goes_on = flown.get(slot) is sample
             if not decodes[slot] or goes_on and left <= steps:
                 continue
+            if sample.constraint is not None:
+                try:
+                    allowed[slot] = sample.constraint.allowed()
+                except Exception as error:  # its neighbours go on
+                    self._fail(slot, sample, error)
+                    continue
             samples[slot] = sample
             if goes_on:
                 going.append(slot)
         if not samples and not plan.used:
             return None
+        features = self._needs([sample.request for sample in samples.values()])
+        if allowed:
+            features, steps = dataclasses.replace(features, constrained=True), 1
         # where most wait for their prompts these come first, and else a few in each step
         pace = max(chunks if 2 * len(new) > len(samples) else -(-chunks // steps), 1)
         chosen = np.fromiter(samples, int, len(samples))
@@ -525,7 +541,7 @@ class NativeEngine(SampleThread):
         begins = np.ones(size, bool)
         begins[going] = False
         after, block = self.programs.decode(
-            self._rows(slots, self._needs([x.request for x in samples.values()]), start),
+            self._rows(slots, features, start, allowed),
             plan.arrays(pace) if plan.used else None,
             flight.rows if flight else None,
             begins,
@@ -538,6 +554,12 @@ class NativeEngine(SampleThread):
             table.states[part].release(state)
         self._borrowed = []
         return Flight(after, block, list(drawn))
+
+    def _fail(self, slot: int, sample: Sample, error: Exception) -> None:
+        """End a sample with an error that is its own."""
+        sample.outcome = error
+        self._done.append(sample.hand_over)
+        self._release(slot)
 
     def _land(self) -> None:
         """Fetch all that is under way, and hand out what was drawn."""
@@ -615,11 +637,18 @@ class NativeEngine(SampleThread):
             features = features.including(sampling)
         return features
 
-    def _rows(self, slots: np.ndarray, features: Features, start: np.ndarray | None = None) -> Rows:
+    def _rows(
+        self,
+        slots: np.ndarray,
+        features: Features,
+        start: np.ndarray | None = None,
+        allowed: Mapping[int, np.ndarray] = MappingProxyType({}),
+    ) -> Rows:
         """Return samples in `slots` as arrays, for a program of such features; NOBODY = padding.
 
         Args:
             start: see `Rows`; None = 0.
+            allowed: of those that are constrained.
         """
         table = self.table
         at = np.minimum(slots, len(table.samples) - 1)
@@ -632,6 +661,12 @@ class NativeEngine(SampleThread):
         if features.drafts and table.references.size:
             references = table.references_of(at, with_group=self.guesses_alike)
         stop_ids = np.full((len(slots), features.stop_ids), -1, np.int32)
+        constrained = bits = None
+        if features.constrained:
+            constrained = np.isin(slots, list(allowed))
+            bits = np.full((len(slots), -(-self.programs.config.vocab_size // 8)), 255, np.uint8)
+            for row in np.flatnonzero(constrained):
+                bits[row] = allowed[int(slots[row])]
         wanted = table.stop_ids[at, : features.stop_ids]
         stop_ids[:, : wanted.shape[1]] = wanted
         return Rows(
@@ -645,6 +680,8 @@ class NativeEngine(SampleThread):
             history=history,
             references=references,
             state=table.state[at] if table.keeps_states else None,
+            constrained=constrained,
+            allowed=bits,
             features=features,
             **{name: column[at] for name, column in table.asked.items()},
         )

@@ -20,7 +20,10 @@ class SampleThread(ABC):
 
     Attributes:
         version: of the weights; -1 before the first.
+        constrains: it asks the constraints of requests.
     """
+
+    constrains = False
 
     def __init__(self) -> None:
         self.version = -1
@@ -153,7 +156,15 @@ class SampleThread(ABC):
         limit = request.sampling.max_tokens
         conversations = request.conversations or (None,) * len(request.keys)
         samples = [
-            Sample(request, self._groups, key, limit, number, conversation)
+            Sample(
+                request,
+                self._groups,
+                key,
+                limit,
+                number,
+                conversation,
+                constraint=None if request.constrain is None else request.constrain(),
+            )
             for number, (key, conversation) in enumerate(
                 zip(request.keys, conversations, strict=True)
             )

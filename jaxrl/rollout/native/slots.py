@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.rollout.native.decode import LEAST_STOP_IDS, LONGEST_MATCH, SETTINGS, Block
 from jaxrl.rollout.native.page_pool import ROOT, PagePool, page_key
 from jaxrl.rollout.native.stop_strings import StopStrings
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.protocol import Completion, Constraint, Request
 
 
 @dataclass(eq=False)
@@ -60,6 +60,7 @@ class Sample:
     stop_strings: StopStrings | None = None
     context: Context | None = None  # of a sample that makes room for others
     steps: int = 0  # that drew the tokens, where some are guessed
+    constraint: Constraint | None = None
 
     def note(self, block: Block, row: int) -> None:
         """Add what the request wants to know of the tokens that a block drew in a row."""
@@ -95,6 +96,8 @@ class Sample:
             context_version = self.spans[0][0] if self.spans else version
         self.tokens += tokens
         self.log_probs += log_probs
+        if self.constraint is not None:
+            self.constraint.take(tokens)
         if not self.spans or self.spans[-1][:2] != [version, context_version]:
             self.spans.append([version, context_version, 0])
         self.spans[-1][2] += len(tokens)

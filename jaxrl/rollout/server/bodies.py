@@ -51,7 +51,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
@@ -171,8 +170,8 @@ Tools = Annotated[list[dict[str, Any]], AfterValidator(plain_tools)]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 
 
-class StreamOptions(Body):
-    """Describe what a stream has beside the answer."""
+class Part(Body):
+    """Describe an object within a body."""
 
     @model_validator(mode="before")
     @classmethod
@@ -181,8 +180,47 @@ class StreamOptions(Body):
         known = isinstance(body, dict)
         return {name: x for name, x in body.items() if x is not None} if known else body
 
+
+class StreamOptions(Part):
+    """Describe what a stream has beside the answer."""
+
     include_usage: bool = False
     include_obfuscation: bool = False  # nothing is hidden by it on a connection of one's own
+
+
+class JsonSchema(Part):
+    """Describe the schema of an answer; it is kept to, `strict` or not."""
+
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Part):
+    """Describe what the text of an answer must be: anything, any JSON object, or of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('"json_schema" is there if, and only if, it is the type')
+        return self
+
+
+class FunctionName(Part):
+    """Name a function."""
+
+    name: str
+
+
+class NamedTool(Part):
+    """Name the tool that an answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class SamplesBody(Body):
@@ -204,6 +242,7 @@ class SamplesBody(Body):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    response_format: ResponseFormat | None = None
     stop: Stops = []
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_STOPS)] = []
     ignore_eos: bool = False
@@ -226,7 +265,7 @@ class ChatBody(SamplesBody):
 
     messages: Messages
     tools: Tools = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False

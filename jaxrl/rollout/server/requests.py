@@ -3,20 +3,23 @@
 import dataclasses
 import inspect
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.config import ServeConfig
 from jaxrl.rollout.conversations.conversation import sample_key
-from jaxrl.rollout.protocol import Sampling
+from jaxrl.rollout.protocol import Constraint, Sampling
+from jaxrl.rollout.server.answer_formats import tags
 from jaxrl.rollout.server.bodies import (
     MOST_ALTERNATIVES,
     ChatBody,
     CompletionBody,
+    NamedTool,
     SamplesBody,
 )
 from jaxrl.rollout.server.errors import ApiError, refuse
+from jaxrl.rollout.server.grammars import ANY_OBJECT, Grammars
 from jaxrl.rollout.server.served_model import ServedModel
 from jaxrl.rollout.server.sessions import ServedSession, Turn
 
@@ -37,6 +40,7 @@ class SampleRequest:
         chat: the answer has the form of a chat.
         turn: of a conversation that the server keeps.
         calls: of tools that are read in an answer, at most; None = all.
+        constrain: makes the constraint of each sample; None = any token may come.
     """
 
     request_id: str
@@ -51,6 +55,7 @@ class SampleRequest:
     skip_special_tokens: bool
     turn: Turn | None = None
     calls: int | None = 0
+    constrain: Callable[[], Constraint] | None = None
 
     @property
     def samples(self) -> int:
@@ -64,10 +69,14 @@ class RequestReader:
     Args:
         served: model.
         limits: lengths and numbers.
+        constrains: the engine asks the constraints of requests.
     """
 
-    def __init__(self, served: ServedModel, limits: ServeConfig) -> None:
-        self.served, self.limits = served, limits
+    def __init__(
+        self, served: ServedModel, limits: ServeConfig, *, constrains: bool = False
+    ) -> None:
+        self.served, self.limits, self.constrains = served, limits, constrains
+        self.grammars = Grammars(served)
 
     def completion(self, raw: Mapping[str, Any], session: ServedSession | None) -> SampleRequest:
         """Read the body of a completion; raises `ApiError` for what cannot be served."""
@@ -90,6 +99,8 @@ class RequestReader:
         body = ChatBody.model_validate(raw)
         if body.top_logprobs and not body.logprobs:
             refuse("top_logprobs", body.top_logprobs, "needs logprobs=true")
+        if not body.tools and body.tool_choice not in ("auto", "none"):
+            refuse("tool_choice", body.tool_choice, "needs tools")
         if body.tools and self.served.answer_format is None:
             fix = "no calls are read in answers here; the server needs serve.answer_format=tags"
             refuse("tools", body.tools, fix)
@@ -130,6 +141,7 @@ class RequestReader:
         calls: int | None = 0,
     ) -> SampleRequest:
         self.served.check_name(body.model)
+        constrain = self._constrain(body, turn)
         if turn is not None and turn.session.fixed:
             body = body.model_copy(update=dict.fromkeys((*_DISTRIBUTION, "seed", "keys")))
         sampling = self._sampling(body, prompts, turn, default_tokens)
@@ -148,7 +160,45 @@ class RequestReader:
             skip_special_tokens=body.skip_special_tokens,
             turn=turn,
             calls=calls,
+            constrain=constrain,
         )
+
+    def _constrain(self, body: SamplesBody, turn: Turn | None) -> Callable[[], Constraint] | None:
+        """Return what constrains each sample of a request, if its body asks for that."""
+        asked, form, called, several = "response_format", body.response_format, [], False
+        schema = None
+        if form is not None and form.type != "text":
+            schema = form.json_schema.schema_ if form.json_schema else ANY_OBJECT
+        if isinstance(body, ChatBody) and body.tools:
+            choice = body.tool_choice
+            functions = [tool["function"] for tool in body.tools]
+            several = body.parallel_tool_calls
+            if isinstance(choice, NamedTool):
+                functions = [f for f in functions if f["name"] == choice.function.name]
+                several = False
+                if not functions:
+                    refuse("tool_choice", choice.function.name, "names none of the tools")
+            if choice == "required" or isinstance(choice, NamedTool):
+                asked, schema, called = "tool_choice", None, functions
+            elif choice == "auto" and schema is not None:
+                called = functions  # it answers, or calls
+        if schema is None and not called:
+            return None
+        value = getattr(body, asked)
+        if not self.constrains:
+            refuse(asked, value, "the engine of this server asks no grammar; the native one does")
+        if called and self.served.answer_format is not tags:
+            fix = "how calls are written is only known of serve.answer_format=tags"
+            refuse(asked, value, f"{fix}; set that, or tool_choice='none'")
+        if turn is not None and turn.session.sampling is not None:
+            fix = "the trainer scores tokens without a grammar"
+            refuse(asked, value, f"this conversation is trained on, and {fix}; leave it out")
+        if body.min_tokens or body.ignore_eos:
+            fix = "an answer ends where its grammar does; leave min_tokens and ignore_eos out"
+            refuse(asked, value, fix)
+        if form is not None and asked == "response_format" and form.json_schema is not None:
+            asked, value = "response_format.json_schema.schema", schema
+        return self.grammars.constrain(asked, value, schema, called, several=several)
 
     def _prompts(self, body: CompletionBody) -> tuple[tuple[int, ...], ...]:
         most = self.limits.max_samples_per_request

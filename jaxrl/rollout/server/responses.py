@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -77,6 +78,9 @@ class ResponseBuilder:
 
     def __init__(self, served: ServedModel, request: SampleRequest) -> None:
         self.served, self.tokenizer, self.request = served, served.tokenizer, request
+        # JSON that was asked for is what it is, whatever its strings say
+        is_json = request.constrain is not None and request.calls == 0
+        self.answer_format = None if is_json else served.answer_format
         self._head = {"id": request.request_id, "created": int(time.time()), "model": served.name}
         self._prompt_of = [p for p, keys in enumerate(request.keys) for _ in keys]
 
@@ -99,14 +103,14 @@ class ResponseBuilder:
     @property
     def in_parts(self) -> bool:
         """Return whether an answer is read as a whole: its thoughts, its calls, its content."""
-        return self.request.chat and self.served.answer_format is not None
+        return self.request.chat and self.answer_format is not None
 
     def message(self, number: int, completion: Completion) -> Message:
         """Return what the assistant says in a finished sample; the same each time."""
         text = text_for_client(self.request, self.tokenizer, completion)
-        if self.served.answer_format is None:
+        if self.answer_format is None:
             return {"role": "assistant", "content": text}
-        said = self.served.answer_format(text, self.request.calls != 0)
+        said = self.answer_format(text, self.request.calls != 0)
         calls = said.calls[: self.request.calls]
         message: Message = {"role": "assistant", "content": said.content}
         if said.thoughts:
@@ -196,7 +200,8 @@ class ResponseBuilder:
         alternatives = self.request.alternatives or 0
         if not alternatives:
             return []
-        ranked = sorted(new.top_log_probs[i].items(), key=lambda pair: -pair[1])
+        possible = (pair for pair in new.top_log_probs[i].items() if math.isfinite(pair[1]))
+        ranked = sorted(possible, key=lambda pair: -pair[1])
         return ranked[:alternatives]
 
     def _log_probs(self, new: Completion, start: int) -> dict[str, Any]:

@@ -57,7 +57,13 @@ class RunningRequest:
         """Queue the samples; raises what the engine raises."""
         first, calls = 0, []
         for prompt, keys in zip(self.request.prompts, self.request.keys, strict=True):
-            engine_request = Request(prompt, keys, self.request.sampling, self._teller(first))
+            engine_request = Request(
+                prompt,
+                keys,
+                self.request.sampling,
+                self._teller(first),
+                constrain=self.request.constrain,
+            )
             calls.append(self._submit(submissions, engine_request, first))
             first += len(keys)
         await asyncio.gather(*calls)
@@ -119,7 +125,10 @@ class RunningRequest:
                 self._parts.put_nowait(gone)
                 return
             whole = dataclasses.replace(known, stop_reason="abort")
-        elif error := future.exception():
+        elif isinstance(error := future.exception(), ApiError):  # of its constraint
+            self._parts.put_nowait(error)
+            return
+        elif error:
             _log.error("request %s failed", self.request.request_id, exc_info=error)
             self._parts.put_nowait(ApiError(500, f"the engine failed: {type(error).__name__}"))
             return

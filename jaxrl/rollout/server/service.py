@@ -41,7 +41,9 @@ class Service:
         self, guests: Guests, served: ServedModel, limits: ServeConfig, sessions: ServedSessions
     ) -> None:
         self.guests, self.served, self.limits, self.sessions = guests, served, limits, sessions
-        self.reader, self.measures = RequestReader(served, limits), Measures()
+        constrains = getattr(guests.engine, "constrains", False)
+        self.reader = RequestReader(served, limits, constrains=constrains)
+        self.measures = Measures()
         self.submissions = Submissions(guests)
         self.runs: dict[str, RunningRequest] = {}
         self._started: set[RunningRequest] = set()

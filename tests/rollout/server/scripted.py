@@ -68,14 +68,14 @@ class TypingEngine:
 
 
 @contextlib.contextmanager
-def serving(engine, tokenizer, weights=None, answer_format=None, **limits):
+def serving(engine, tokenizer, weights=None, answer_format=None, params="first", **limits):
     """A server of the engine on loopback, with weights of version 0."""
     stops = (tokenizer.eos_token_id,)
     served = ServedModel(
         "org/policy", tokenizer, len(tokenizer), 4096, stops, answer_format=answer_format
     )
     server = HttpServer(engine, served, ServeConfig(**limits), weights=weights)
-    server.host.update_weights("first", 0)
+    server.host.update_weights(params, 0)
     server.start()
     try:
         yield server

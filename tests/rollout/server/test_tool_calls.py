@@ -145,7 +145,8 @@ def test_calls_that_nobody_asked_for_are_words(talk):
     ("change", "said"),
     [
         ({"tools": [{"type": "web_search"}]}, 'each must be {"type": "function"'),
-        ({"tool_choice": "required"}, "tool_choice='required': should be 'auto' or 'none'"),
+        ({"tool_choice": "any"}, "should be 'auto', 'none' or 'required'"),
+        ({"tool_choice": "required"}, "the engine of this server asks no grammar"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             "tool_calls is a list",
