@@ -1,5 +1,6 @@
 """Whether a run and what it finds in its folders are one: which fields of their configs differ."""
 
+import dataclasses
 import fnmatch
 import hashlib
 import json
@@ -56,6 +57,7 @@ MAY_CHANGE = (
     "trainer.watching.*",
     "generator.eval_*",
     "generator.inference_engine.*",
+    "generator.longest_first",
     # where servers of environments are, how patiently they are asked, how many calls at a time
     "environment.rejudge_fraction",
     "environment.skyrl_gym.*_workers",
@@ -97,7 +99,8 @@ def fingerprint(rows: Iterable[Any]) -> str:
 
     With it a resumed run finds other rows in old files.
 
-    What JSON cannot say of a row counts by its type alone; the name of its file does not.
+    What JSON cannot say of a row counts by its type alone; what rows are not compared by, as the
+    name of its file, does not.
 
     Args:
         rows: dataclass instances, `Prompt` or `Conversation`.
@@ -105,7 +108,7 @@ def fingerprint(rows: Iterable[Any]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         try:
-            said = {name: value for name, value in vars(row).items() if name != "file"}
+            said = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.compare}
             text = json.dumps(said, default=_plain)
         except TypeError:  # keys that JSON does not have
             text = json.dumps(row.tokens)
