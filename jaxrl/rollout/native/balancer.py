@@ -45,7 +45,7 @@ class Balancer:
         self._coming = [0] * len(self.engines)  # samples that are not queued yet
         self._kept_apart = 0  # calls during which no sample may go from one engine to another
         self._lock = threading.RLock()  # a conversation may be over when it is looked at
-        for number, engine in enumerate(self.engines):
+        for number, engine in enumerate(self.engines if len(self.engines) > 1 else ()):
             engine.offer = functools.partial(_offer, weakref.ref(self), number)
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
@@ -111,7 +111,7 @@ class Balancer:
         """Let the engine with most room have samples that wait at another, whose lock is held."""
         engine, others = self.engines[giver], [e for e in range(len(self.engines)) if e != giver]
         with self._lock:
-            longest = max((self.engines[e].waiting() for e in others), default=0)
+            longest = max(self.engines[e].waiting() for e in others)
             if self._kept_apart or engine.waiting() < longest:
                 return
             room = {e: self.engines[e].room() - self._coming[e] for e in others}
