@@ -18,6 +18,7 @@ from benchmarks import (
     decode,
     delta_rule,
     drafts,
+    eight_bits,
     engine_host,
     environment_workers,
     exact,
@@ -27,12 +28,14 @@ from benchmarks import (
     long_context,
     losses,
     memory,
+    mismatch,
     overhead,
     overlap,
     paged_attention,
     plan_memory,
     rollout,
     rollout_file,
+    rollout_table,
     roofline,
     sandbox,
     serve,
@@ -45,6 +48,7 @@ from benchmarks import (
 )
 from benchmarks.grpo_step import make_workload, skewed_lengths
 from benchmarks.shapes import SHAPES
+from jaxrl import config as cfg
 from jaxrl.losses import LOSSES
 from jaxrl.models.exact import choose_tiles
 from jaxrl.models.families import config_from_hf
@@ -90,6 +94,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         plan_memory,
         rollout,
         rollout_file,
+        rollout_table,
         sandbox,
         serve,
         staleness,
@@ -178,6 +183,31 @@ def test_rollout(tmp_path, capsys):
         ("jaxrl", "sampled"),
     ]
     assert report["bound"] > 0
+
+
+def test_a_vllm_that_does_not_answer_is_refused():
+    with pytest.raises(SystemExit, match="--vllm-url=http://127.0.0.1:9 does not answer: .*start"):
+        rollout_table.main(["--smoke", "--vllm-url=http://127.0.0.1:9"])
+
+
+def test_rollout_table(tmp_path, capsys):
+    ways = "plain", "two engines", "two engines, no lending"
+    printed, report = run(rollout_table, tmp_path, capsys, "--no-peer", "--ways", *ways)
+    assert "| | seconds | tokens/s | times plain | steps | tokens of a step |" in printed
+    assert [row["way"] for row in report["rows"]] == list(ways)
+    assert all(row["seconds"] > 0 for row in report["rows"])
+    # limits of 3, 2, 2 and 2 for groups of 2: 18 tokens, over 4 slots at least 5 steps
+    assert report["tokens"] == 18
+    assert all(row["steps"] >= 5 for row in report["rows"])
+
+
+@pytest.mark.slow  # it compiles all of them
+def test_rollout_table_of_everything(tmp_path, capsys):
+    _, report = run(rollout_table, tmp_path, capsys)
+    ways = [row["way"] for row in report["rows"]]
+    assert ways[-len(rollout_table.WAYS) :] == list(rollout_table.WAYS)
+    steps = {row["way"]: row["steps"] for row in report["rows"]}
+    assert steps.get("transformers", 3) == 3  # one batch, to its longest
 
 
 @pytest.mark.slow
@@ -440,6 +470,26 @@ def test_answers_with_a_grammar_are_as_long_as_free_ones():
     found = grammars.measure(engine, 2, constrain)
     assert found.keys() == {"free", "one of a schema", "all of a schema"}
     assert grammars.mask_seconds(constrain, 5) > 0
+
+
+@pytest.mark.slow  # it compiles five engines
+def test_a_sampler_in_8_bits_is_apart_from_the_trainer():
+    apart = eight_bits.differences(2, rows=2, drawn=8)
+    assert {way: x.shape for way, x in apart.items()} == dict.fromkeys(eight_bits.WAYS, (2, 8))
+    assert apart.pop("none").max() < 1e-4
+    assert all(x.mean() > 1e-3 for x in apart.values())
+
+
+@pytest.mark.parametrize("way", mismatch.WAYS)
+def test_a_run_without_the_correction_is_for_the_benchmark_alone(way, tmp_path):
+    config = cfg.resolve(mismatch.config_of(way, 1, 40, tmp_path))
+    if not way.endswith(mismatch.ALONE):
+        cfg.validate(config)
+        return
+    with pytest.raises(ValueError, match="nothing in the objective corrects for it"):
+        cfg.validate(config)
+    with mismatch.unchecked():
+        cfg.validate(config)
 
 
 @pytest.mark.slow  # it compiles every program twice

@@ -11,6 +11,7 @@ from the tokens; a row that must make room goes to the host's memory and comes b
 """
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -298,6 +299,44 @@ class NativeEngine(SampleThread):
         with self._held():
             return [self.table.known_prefix(request.prompt_tokens) for request in requests]
 
+    def room(self) -> int:
+        """Return how many samples of other engines could begin at once; any thread may ask.
+
+        Of an engine whose blocks shrink it is 0: what is beside a sample changes its last bits, and
+        samples come from others by the clock.
+        """
+        shrinks = len(self.programs.sizes()) > 1
+        if shrinks or self._paused or not self._has_weights() or self.waiting():
+            return 0
+        return int(np.count_nonzero(~self.table.taken))
+
+    def spare(self, most: int, known: Callable[[Sample], bool]) -> list[Sample]:
+        """Take samples that can begin elsewhere out of the queue, the newest requests first.
+
+        What was begun here stays here, and so does what goes on with pages that are here. Requests
+        are taken whole where one fits, so that its prompt is prefilled once; of conversations no
+        others are, as their next turns may be one request again.
+        """
+        here = {s.conversation for _, s in self.table.live()} | self.table.kept.keys()
+        groups: dict[int, list[Sample]] = {}
+        for sample in self._queue:
+            begun = sample.tokens or sample.context is not None
+            stays = sample.conversation is not None and sample.conversation in here
+            if not (begun or stays or sample.future.done()) and known(sample):
+                groups.setdefault(sample.group, []).append(sample)
+        chosen: list[Sample] = []
+        for group in reversed(groups.values()):
+            request = group[0].request
+            whole = not request.conversations or len(group) == len(request.keys)
+            if whole and len(chosen) + len(group) <= most:
+                chosen = [*group, *chosen]
+        if not chosen:
+            parts = [group for group in groups.values() if not group[0].request.conversations]
+            chosen = parts[-1][-most:] if parts else []
+        gone = {id(sample) for sample in chosen}
+        self._queue = deque(sample for sample in self._queue if id(sample) not in gone)
+        return chosen
+
     def describe(self) -> str:
         """Describe the shapes of all programs."""
         return self.programs.describe()
@@ -366,6 +405,8 @@ class NativeEngine(SampleThread):
         self.table.let_go()
         self._reserve()
         self._admit()
+        if self._queue and self.offer is not None:
+            self.offer()
         self._reserve()  # for those that have nothing to prefill
         begun = self._begin_block()
         self._newest = begun
@@ -384,6 +425,9 @@ class NativeEngine(SampleThread):
     def _admit(self) -> None:
         """Give samples that wait slots, while there are slots and pages."""
         while self._queue and not self.table.taken.all():
+            request = self._queue[0].request
+            if not self.programs.has_room(request.longest):  # it was submitted to another engine
+                self._prepare([request])
             if self.table.take(self._queue[0], self.programs.reach) is not None:
                 self._queue.popleft()
             elif not self.table.make_room(self._queue[0]):

@@ -482,9 +482,13 @@ class Programs:
         """Return the columns of a table."""
         return -(-self.length // self.shape.page) + 1
 
+    def has_room(self, length: int) -> bool:
+        """Return whether there is room for rows of `length` tokens."""
+        return length <= self.length and self._cache is not None
+
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens; what is there stays."""
-        if length > self.length or self._cache is None:
+        if not self.has_room(length):
             self.length, before = max(length_bucket(length), self.length), self.pages
             self.pages = max(self._pages(), before)
             self._nothing = None

@@ -1,6 +1,7 @@
 """The thread of an engine in this process: a queue of samples, and turns while there is work."""
 
 import functools
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -12,6 +13,8 @@ from typing import Any
 from jaxrl.rollout.native.slots import Sample
 from jaxrl.rollout.protocol import Completion, Request
 
+_GROUPS = itertools.count()  # of all engines: samples may change theirs
+
 
 class SampleThread(ABC):
     """Hold what those engines have in common whose thread runs while there is work.
@@ -21,14 +24,17 @@ class SampleThread(ABC):
     Attributes:
         version: of the weights; -1 before the first.
         constrains: it asks the constraints of requests.
+        offer: is called in a turn, with the lock held, that leaves samples waiting.
     """
 
     constrains = False
 
     def __init__(self) -> None:
         self.version = -1
+        self.offer: Callable[[], None] | None = None
         self._queue: deque[Sample] = deque()
-        self._groups, self._paused, self._running = 0, False, False
+        self._borrowed_samples: deque[Sample] = deque()  # others' threads put them there
+        self._paused, self._running = False, False
         # Since the last look; to ask a thousand futures takes long. Nor may they keep the engine.
         self._any_cancelled = threading.Event()
         self._done: list[Callable[[], None]] = []  # called when the lock is free
@@ -59,6 +65,42 @@ class SampleThread(ABC):
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
         """Return how many tokens of each prompt are held for any request."""
         return [0] * len(requests)
+
+    def room(self) -> int:
+        """Return how many samples of other engines could begin at once; any thread may ask."""
+        return 0
+
+    def waiting(self) -> int:
+        """Return how many samples wait; any thread may ask."""
+        return len(self._queue) + len(self._borrowed_samples)
+
+    def spare(self, most: int, known: Callable[[Sample], bool]) -> list[Sample]:
+        """Take samples that can begin elsewhere out of the queue; the lock is held.
+
+        Args:
+            most: samples.
+            known: whether a sample may go.
+        """
+        del most, known
+        return []
+
+    def report(self, call: Callable[[], None]) -> None:
+        """Call something when the lock, which is held, is free again."""
+        self._done.append(call)
+
+    def borrow(self, samples: Sequence[Sample]) -> None:
+        """Queue samples that another engine has let go, and do not wait for this one's turn.
+
+        Whoever calls it calls `awake` when it holds no lock.
+        """
+        for sample in samples:
+            sample.future.add_done_callback(functools.partial(_tell, self._any_cancelled))
+        self._borrowed_samples.extend(samples)
+
+    def awake(self) -> None:
+        """Go on, if there is work and the thread does not run."""
+        if not self._running:  # if it ends just now, it sees what was borrowed before
+            self._start()
 
     @abstractmethod
     def _prepare(self, requests: Sequence[Request]) -> None:
@@ -139,6 +181,8 @@ class SampleThread(ABC):
         with self._door:
             self._lock.acquire()
         try:
+            while self._borrowed_samples:
+                self._queue.append(self._borrowed_samples.popleft())
             yield
         finally:
             done, self._done = self._done, []
@@ -152,13 +196,13 @@ class SampleThread(ABC):
             raise RuntimeError("samples are in flight: wait for them, or abort them, first")
 
     def _samples(self, request: Request) -> list[Sample]:
-        self._groups += 1
+        group = next(_GROUPS)
         limit = request.sampling.max_tokens
         conversations = request.conversations or (None,) * len(request.keys)
         samples = [
             Sample(
                 request,
-                self._groups,
+                group,
                 key,
                 limit,
                 number,
@@ -183,7 +227,7 @@ class SampleThread(ABC):
                 threading.Thread(target=self._run, name="jaxrl-engine", daemon=True).start()
 
     def _has_work(self) -> bool:
-        waiting = bool(self._queue) or any(self._live())
+        waiting = self.waiting() > 0 or any(self._live())
         return waiting and not self._paused and self._has_weights()
 
     def _run(self) -> None:
@@ -191,7 +235,7 @@ class SampleThread(ABC):
             with self._held():
                 if not self._has_work():
                     self._running = False
-                    if not self._has_work():  # who ended a conversation since saw a thread
+                    if not self._has_work():  # who lent a sample since saw a thread
                         return
                     self._running = True
                 try:
