@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxrl.audit import audit
 from jaxrl.models import hf
 from jaxrl.models.transformer import init_params
 from jaxrl.records.lease import FolderLock
@@ -101,6 +102,34 @@ def test_several_processes_are_one(runs, count):
         for n in (1, count)
     ]
     assert of_batch[0] == of_batch[1] != {}  # the same trajectories, whoever sampled them
+
+
+def test_samples_that_go_on_in_the_next_step(tmp_path):
+    """All processes have the groups that wait, whoever sampled them, and go on from there."""
+    carries = {
+        "data.train_data": "['jaxrl.envs.toys.sort_digits:prompts(size=8, seed=0)']",
+        "trainer.epochs": STEPS,
+        "trainer.algorithm.use_kl_loss": False,
+        "trainer.algorithm.policy_loss_type": "rollout_is",
+        "generator.longest_first": True,
+        "generator.sampling_params.max_generate_length": 7,
+        "generator.partial_rollouts.max_tokens_per_step": 3,
+        "generator.partial_rollouts.extra_prompts": 3,
+        "generator.inference_engine.speculative_tokens": 3,
+        "generator.inference_engine.speculative_history": 32,
+    }
+    found = {n: trained(tmp_path / f"of_{n}", n, **carries) for n in (1, 2)}
+    assert_close(found[2], found[1])
+    since = {
+        "trainer.resume_mode": "from_path",
+        "trainer.resume_path": tmp_path / "of_2/checkpoints/global_step_4",
+    }
+    again = trained(tmp_path / "again", 2, **carries, **since)
+    for name, array in found[2].items():
+        np.testing.assert_array_equal(again[name], array)
+    for folder in ("of_2", "again"):
+        failed = {c.name: c.failures for c in audit(tmp_path / folder / "quickstart") if c.failures}
+        assert not failed
 
 
 def test_what_is_written_once(runs):
