@@ -16,6 +16,7 @@ Claim: the engine is faster than transformers, and with lending two engines take
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -30,6 +31,7 @@ import jax
 import numpy as np
 
 from benchmarks import roofline
+from benchmarks.grpo_step import skewed_lengths
 from benchmarks.rollout import (
     Tokens,
     Work,
@@ -138,6 +140,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     model = transformer_config(arguments.shape)
     params, load = init_params(model, 0), roofline.machine_load()
     work = make_work(model, arguments.requests, arguments.group, smoke=arguments.smoke)
+    if arguments.skewed:
+        limits = skewed_lengths(len(work.prompts), max(work.limits))
+        order = np.random.default_rng(arguments.seed).permutation(len(limits))
+        work = dataclasses.replace(work, limits=[limits[i] for i in order])
     slots = min(arguments.slots, len(work.prompts) * work.group)
     ways = [way for way in arguments.ways if len(jax.devices()) > 1 or not way.startswith("two")]
     engines = {way: engines_of(way, model, params, slots, arguments.block) for way in ways}
@@ -195,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="3m", choices=list(SHAPES))
     parser.add_argument("--requests", type=int, default=128, help="samples in all")
     parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--skewed", action="store_true", help="few long answers, many short ones")
+    parser.add_argument("--seed", type=int, default=0, help="of their order")
     parser.add_argument("--slots", type=int, default=32, help="of our engine")
     parser.add_argument("--block", type=int, default=16, help="decode steps per dispatch")
     parser.add_argument("--batch", type=int, default=32, help="rows of transformers")
