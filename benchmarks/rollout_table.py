@@ -151,6 +151,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     steps: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("torch") and not arguments.no_peer:
+            import torch
+
+            torch.set_num_threads(arguments.torch_threads or os.cpu_count() or 1)
             save_pretrained(Path(folder) / "model", model, params)
             calls[PEER] = transformers_generate(Path(folder) / "model", work, arguments.batch)
             steps[PEER] = peer_steps(work, arguments.batch)
@@ -209,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--torch-threads", type=int, help="fewer where other work runs")
     parser.add_argument("--no-peer", action="store_true", help="leave transformers out")
     parser.add_argument("--vllm-url", help="of a vLLM server with a model of that shape")
     parser.add_argument("--vllm-model", default="model", help="its name there")
