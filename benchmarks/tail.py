@@ -58,9 +58,12 @@ RUN = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "waits for all": {},
-    "carries, 96 tokens, 8 more groups": {
-        "generator.partial_rollouts.max_tokens_per_step": 96,
-        "generator.partial_rollouts.extra_prompts": 8,
+    **{
+        f"carries, 96 tokens, {extra} more groups": {
+            "generator.partial_rollouts.max_tokens_per_step": 96,
+            "generator.partial_rollouts.extra_prompts": extra,
+        }
+        for extra in (2, 4, 8)
     },
 }
 

@@ -66,13 +66,15 @@ def generator_input(
     """
     every = dict.fromkeys(range(samples))
     asked = [(p, i, so_far) for p in prompts for i, so_far in (p.begun or every).items()]
-    return GeneratorInput(
+    batch = GeneratorInput(
         prompts=[p for p, _, _ in asked],
         trajectory_ids=[TrajectoryID(p.uid, i) for p, i, _ in asked],
         keys=[sample_key(*rng_path, p.uid, i) for p, i, _ in asked],
         sampling=sampling,
-        begun=[so_far for _, _, so_far in asked],
     )
+    if any(p.begun for p in prompts):
+        batch["begun"] = [so_far for _, _, so_far in asked]
+    return batch
 
 
 def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Sampling:
