@@ -8,7 +8,8 @@ known. Then whole runs with untrained weights, whose answers end at a token in a
 and with `generator.partial_rollouts`. A run is the seconds and the tokens of a step's sampling, and
 the share of trained tokens that are of older policies.
 
-Claim: begun the longest first, the same tokens take fewer blocks of decode steps.
+Claim: begun the longest first, the same tokens take less time; where slots are few, fewer blocks of
+decode steps.
 """
 
 import argparse
