@@ -211,7 +211,7 @@ class Trainer:
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)
         if cfg.carries(self.config):
-            self.ledger_facts = {"carries": True}
+            self.ledger_facts = {**self.ledger_facts, "carries": True}
         if cfg.carries(self.config) and (
             type(self).next_prompts is not Trainer.next_prompts or self._chooses_prompts()
         ):

@@ -11,6 +11,7 @@ from jaxrl.audit import audit
 from jaxrl.data.recorded import read_rollouts, rollouts_path
 from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.rollout.conversations.carried import CARRIED
+from jaxrl.tools.replay.recorded_run import RecordedRun
 from jaxrl.train import BasePPOExp
 from jaxrl.trainer import Trainer
 from jaxrl.types import TrainBatch
@@ -163,6 +164,9 @@ def test_with_dynamic_sampling_every_batch_is_of_groups_at_their_end(tmp_path):
     _, trainer = run_of(tmp_path, **settings)
     assert int(trainer.state.batches_drawn) > 2
     assert not failures(tmp_path)
+    recorded = RecordedRun(tmp_path / "quickstart")  # as a replay counts them
+    draws = sum(step.draws for step in recorded.steps.values())
+    assert draws == int(trainer.state.batches_drawn)
 
 
 def test_a_trainer_that_chooses_its_prompts_is_refused(tmp_path):

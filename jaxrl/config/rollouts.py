@@ -73,8 +73,20 @@ def _check_history(config: TrainConfig) -> None:
             _fail(
                 name, value, "is of use only with speculative_tokens; set that, e.g. 3, or this 0"
             )
+        if value and not in_process(config):
+            _fail(name, value, "is for our engine in the trainer's processes; set it to 0")
         if value and config.trainer.fully_async.enabled:
             _fail(name, value, f"{_OF_STEPS}; set it to 0")
+    # whether it pays must follow from tokens, not from who was beside them or where blocks ended
+    others = {
+        "enable_http_endpoint": engine.enable_http_endpoint,
+        "generator.sampling_params.stop": config.generator.sampling_params.stop,
+        "generator.partial_rollouts": carries(config),
+    }
+    if engine.speculative_least and any(others.values()):
+        name = next(name for name, value in others.items() if value)
+        fix = f"cannot be judged with {name}; set it to 0, which always guesses"
+        _fail("speculative_least", engine.speculative_least, fix)
     if config.generator.longest_first and config.trainer.fully_async.enabled:
         fail("generator.longest_first", True, f"{_OF_STEPS}; set it to False")
 

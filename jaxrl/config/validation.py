@@ -784,6 +784,9 @@ def _check_partial_rollouts(config: TrainConfig, num_processes: int) -> None:
     if not settings.extra_prompts:
         fix = f"must be at least 1 with {field}={most}: else nothing can be carried"
         fail(f"{group}.extra_prompts", 0, fix)
+    if generator.inference_engine.backend == "jetstream":
+        fix = "is not for the backend 'jetstream', whose prompts have a most; leave it unset"
+        fail(field, most, fix)
     if trainer.fully_async.enabled:
         fix = (
             "is for the synchronous trainer (trainer.fully_async.enabled=False): the schedule "

@@ -33,7 +33,7 @@ def completion(tokens, reason, version, routes=None, **more):
 
 @pytest.mark.parametrize(
     ("drawn", "most", "max_tokens", "min_tokens"),
-    [(0, 3, 3, 4), (3, 3, 3, 1), (9, 3, 1, 0), (0, 100, 10, 4)],  # 10 - 9 = 1; 4 - 3 = 1
+    [(0, 3, 3, 3), (3, 3, 3, 1), (9, 3, 1, 0), (0, 100, 10, 4)],  # 10 - 9 = 1; 4 - 3 = 1
 )
 def test_the_next_piece_is_what_is_left_but_no_more_than_a_step_draws(
     drawn, most, max_tokens, min_tokens
@@ -62,10 +62,13 @@ def test_a_piece_joins_what_was_there():
 
 @pytest.mark.parametrize(
     ("tokens", "reason", "expected"),
-    [(3, "length", True), (10, "length", False), (3, "stop", False), (3, "abort", False)],
+    # 2 tokens before; of 10 a step draws 3; 2 were all that an engine had room for
+    [(3, "length", True), (2, "length", False), (3, "stop", False), (3, "abort", False)],
 )
 def test_only_what_its_piece_cut_off_goes_on(tokens, reason, expected):
-    assert goes_on(completion([1] * tokens, reason, 0), SAMPLING) == expected
+    begun, piece = completion([1, 1], CARRIED, 0), completion([1] * tokens, reason, 0)
+    assert goes_on(begun, piece, SAMPLING, 3) == expected
+    assert not goes_on(completion([1] * 7, CARRIED, 0), piece, SAMPLING, 3)  # 7 + 3 are all
 
 
 def rows(*answers, reasons, version):

@@ -73,6 +73,14 @@ ASYNC = {"trainer.fully_async.enabled": True}
             {f"{ENGINE}.speculative_history": 9, f"{ENGINE}.speculative_tokens": 3, **ASYNC},
             r"speculative_history=9: what is known of earlier answers follows from finished",
         ),
+        (
+            {
+                f"{ENGINE}.speculative_least": 1.5,
+                f"{ENGINE}.speculative_tokens": 3,
+                "generator.sampling_params.stop": ["</a>"],
+            },
+            r"speculative_least=1.5: cannot be judged with generator.sampling_params.stop",
+        ),
         ({"generator.longest_first": True, **ASYNC}, r"longest_first=True: what is known"),
     ],
 )

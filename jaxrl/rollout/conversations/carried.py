@@ -15,11 +15,19 @@ import numpy as np
 from jaxrl.data.columns import ROUTES, TOKEN_COLUMNS, take_rows
 from jaxrl.rollout.conversations.concat_outputs import concat_outputs
 from jaxrl.rollout.conversations.stream import Unit
+from jaxrl.rollout.conversations.trajectories import CARRIED
 from jaxrl.rollout.protocol import Completion, Sampling
 from jaxrl.types import GeneratorOutput, Measured, Prompt
 
-CARRIED = "carried"  # stop reason of a sample that is not at its end
-NOTHING = Completion([], [], CARRIED, [])  # what a sample has before its first token
+
+@dataclasses.dataclass(frozen=True)
+class Begun(Completion):
+    """Hold what a sample has so far, and the prompt that it was drawn from; () before any token."""
+
+    prompt_tokens: tuple[int, ...] = ()
+
+
+NOTHING = Begun([], [], CARRIED, [])  # what a sample has before its first token
 NO_ROWS = cast(GeneratorOutput, {"stop_reasons": []})  # of a group before its first round
 
 
@@ -31,11 +39,9 @@ def next_piece(sampling: Sampling, begun: Completion | None, most: int | None) -
     if begun is None or most is None:
         return sampling
     drawn = len(begun.tokens)
-    return dataclasses.replace(
-        sampling,
-        max_tokens=min(sampling.max_tokens - drawn, most),
-        min_tokens=max(sampling.min_tokens - drawn, 0),
-    )
+    max_tokens = min(sampling.max_tokens - drawn, most)
+    min_tokens = min(max(sampling.min_tokens - drawn, 0), max_tokens)
+    return dataclasses.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
 def joined(begun: Completion, piece: Completion) -> Completion:
@@ -59,9 +65,14 @@ def joined(begun: Completion, piece: Completion) -> Completion:
     )
 
 
-def goes_on(sample: Completion, sampling: Sampling) -> bool:
-    """Return whether a sample may have more tokens than its piece let it draw."""
-    return sample.stop_reason == "length" and len(sample.tokens) < sampling.max_tokens
+def goes_on(begun: Completion, piece: Completion, sampling: Sampling, most: int | None) -> bool:
+    """Return whether a sample may have more tokens than its piece let it draw.
+
+    A piece that an engine ended before, because it has no more room, is the sample's last.
+    """
+    asked = next_piece(sampling, begun, most).max_tokens
+    whole = len(begun.tokens) + len(piece.tokens) < sampling.max_tokens
+    return piece.stop_reason == "length" and len(piece.tokens) == asked and whole
 
 
 # ---------------------------------------------------------------- a group
@@ -83,7 +94,7 @@ def going_on(prompt: Prompt, unit: Unit, samples: int, uid: str) -> Prompt:
     return dataclasses.replace(prompt, uid=uid, begun=begun)
 
 
-def _so_far(output: GeneratorOutput, row: int) -> Completion:
+def _so_far(output: GeneratorOutput, row: int) -> Begun:
     """Return what a row of a group has been sampled of; one without tokens has nothing."""
     columns = cast(dict[str, Any], output)
     if not columns["stop_reasons"]:
@@ -91,7 +102,8 @@ def _so_far(output: GeneratorOutput, row: int) -> Completion:
     fields = {column.field: columns.get(column.name) for column in TOKEN_COLUMNS}
     of_row = {name: list(column[row]) if column else [] for name, column in fields.items()}
     measured = columns.get("measured")
-    return Completion(
+    return Begun(
+        prompt_tokens=tuple(columns["prompt_token_ids"][row]),
         tokens=list(columns["response_ids"][row]),
         log_probs=of_row["rollout_log_probs"],
         stop_reason=CARRIED,
@@ -104,8 +116,19 @@ def _so_far(output: GeneratorOutput, row: int) -> Completion:
 
 
 def with_samples(units: Sequence[Unit], output: GeneratorOutput, samples: int) -> list[Unit]:
-    """Return groups with what was sampled of their unfinished samples, group after group."""
+    """Return groups with what was sampled of their unfinished samples, group after group.
+
+    Raises:
+        ValueError: a generator of one's own gave other rows, or not what metrics are made of.
+    """
     found, begin = [], 0
+    asked = sum(len(unfinished(unit, samples)) for unit in units)
+    if len(output["response_ids"]) != asked or "measured" not in output:
+        raise ValueError(
+            f"generator.partial_rollouts: the generator gave {len(output['response_ids'])} rows "
+            f"for {asked} samples, or no column 'measured': it needs one row of each, as "
+            "ConversationGenerator gives them; leave max_tokens_per_step unset"
+        )
     for unit in units:
         numbers = unfinished(unit, samples)
         new = take_rows(output, np.arange(begin, begin + len(numbers)))

@@ -19,11 +19,11 @@ from jaxrl import activity
 from jaxrl.config import GeneratorConfig, SamplingParams, keeps_pages
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
-from jaxrl.rollout.conversations.carried import CARRIED, goes_on, joined, next_piece
+from jaxrl.rollout.conversations.carried import CARRIED, Begun, goes_on, joined, next_piece
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.rollout.conversations.rejudge import is_chosen, judges_alike
 from jaxrl.rollout.conversations.reward_terms import RewardTerms
-from jaxrl.rollout.conversations.session import EnvironmentFailure, Session
+from jaxrl.rollout.conversations.session import EnvironmentFailure, Session, UnusableAnswer
 from jaxrl.rollout.conversations.submissions import Submissions, Turn
 from jaxrl.rollout.conversations.trajectories import refuse_all_failed, to_columns
 from jaxrl.rollout.conversations.turns import (
@@ -134,7 +134,7 @@ class Conversation:
         session: Session,
         submissions: Submissions,
         failures: Failures,
-        begun: Completion | None = None,
+        begun: Begun | None = None,
     ) -> None:
         self.prompt, self.key, self.begun = prompt, key, begun
         self.session, self.submissions, self.failures = session, submissions, failures
@@ -315,6 +315,13 @@ class ConversationGenerator:
                 with conversation.session.blamed("at the start"):
                     opening = encode_prompt(self.tokenizer, messages, **variables)
                 conversation.transcript.prompt = opening
+            drawn_from = conversation.begun.prompt_tokens if conversation.begun else ()
+            if drawn_from and list(drawn_from) != list(conversation.transcript.prompt):
+                with conversation.session.blamed("at the start"):
+                    raise UnusableAnswer(
+                        "init opens a conversation that goes on (generator.partial_rollouts) in "
+                        "other words than before: let it follow from the row alone"
+                    )
 
     async def _first_turns(
         self, conversations: Sequence[Conversation], submissions: Submissions, sampling: Sampling
@@ -375,8 +382,10 @@ class ConversationGenerator:
             while turn is not None:
                 completion = await asyncio.wrap_future(turn)
                 if conversation.begun:
+                    most = self.settings.partial_rollouts.max_tokens_per_step
+                    carried = goes_on(conversation.begun, completion, sampling, most)
                     completion = joined(conversation.begun, completion)
-                    if carried := goes_on(completion, sampling):
+                    if carried:
                         conversation.take(completion)
                         conversation.stop_reason = CARRIED
                         break

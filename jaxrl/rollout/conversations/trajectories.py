@@ -12,6 +12,8 @@ from jaxrl.data.columns import NO_ROUTES, ROUTES, TOKEN_COLUMNS
 from jaxrl.rollout.conversations.step_wise import steps_of
 from jaxrl.types import GeneratorOutput, Measured, Trajectory, TrajectoryID
 
+CARRIED = "carried"  # stop reason of a sample that is not at its end
+
 
 class AllFailed(RuntimeError):
     """Signal that nine in ten environments of a batch failed: the rest teaches nothing of use."""
@@ -37,6 +39,8 @@ def to_columns(
     steps = [steps_of(t) if step_wise else [t] for t in trajectories]
     rows = [row for trajectory in steps for row in trajectory]
     measured = [_measured(t) for t in trajectories]
+    # an environment has no numbers yet of samples that go on in the next step
+    ended = [m for m, t in zip(measured, trajectories, strict=True) if t.stop_reason != CARRIED]
     per_token: dict[str, list[Any] | None] = {
         column.name: [getattr(row, column.field) for row in rows]
         for column in TOKEN_COLUMNS
@@ -51,7 +55,7 @@ def to_columns(
             "response_ids": [t.response_tokens for t in rows],
             "stop_reasons": [t.stop_reason for t in rows],
             "policy_versions": [t.policy_version for t in rows],
-            "rollout_metrics": batch_metrics(measured),
+            "rollout_metrics": batch_metrics(ended) if ended else {},
             "trajectory_ids": [i for i, s in zip(ids, steps, strict=True) for _ in s],
             **per_token,
         },

@@ -93,9 +93,9 @@ class SampleThread(ABC):
 
         Whoever calls it calls `awake` when it holds no lock.
         """
+        self._borrowed_samples.extend(samples)  # first: who is told of one must find it
         for sample in samples:
             sample.future.add_done_callback(functools.partial(_tell, self._any_cancelled))
-        self._borrowed_samples.extend(samples)
 
     def awake(self) -> None:
         """Go on, if there is work and the thread does not run."""

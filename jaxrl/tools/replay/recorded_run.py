@@ -84,6 +84,11 @@ class RecordedRun:
                 for attempt, machine in run.rows("SELECT attempt, machine FROM attempts")
             }
             query = "SELECT step + 1, COUNT(*) FROM live_groups GROUP BY step"
+            if self.facts.get("carries"):  # a group ends in the step that draws it, whenever begun
+                query = (
+                    "SELECT e.step, COUNT(DISTINCT t.group_id) FROM live_ends e "
+                    "JOIN live_trajectories t ON t.id = e.trajectory_id GROUP BY 1"
+                )
             handed_out = {step: count for step, count in run.rows(query)}
             query = "SELECT step, file, file_digest, checksums, attempt FROM live_steps"
             steps = run.rows(f"{query} ORDER BY step")
