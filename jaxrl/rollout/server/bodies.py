@@ -211,7 +211,7 @@ class ResponseFormat(Part):
 
 
 class FunctionName(Part):
-    """Name a function."""
+    """Say which function a model must call, by its name."""
 
     name: str
 
