@@ -60,6 +60,7 @@ from jaxrl.records.run_logger import RunLogger
 from jaxrl.training.build import assemble_policy, assemble_update
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state
+from jaxrl.training.update import every_way
 from jaxrl.types import TrainBatch, TrainState
 
 CURVES = (("train/loss", "training"), ("eval/loss", "evaluation"))
@@ -131,11 +132,13 @@ class SFTTrainer:
         groups, longest = batch_devices(self.mesh, placement.rules), max(self.lengths)
         parts = placement.size(placement.rules.seq)
         cut = update_microbatching(self.config, groups, longest=longest, context=parts)
-        self.updater.microbatching = cut
+        sharing = self.forward_pass.microbatching.sharing
+        self.updater.microbatching = dataclasses.replace(cut, sharing=sharing)
         self.eval_cut = dataclasses.replace(
             self.forward_pass.microbatching,
             total=round_up(trainer.eval_batch_size, groups),
             widths=self.updater.microbatching.widths,
+            sharing=None,  # a loss of conversations that have little in common
         )
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
@@ -224,7 +227,7 @@ class SFTTrainer:
             "train/tokens_per_second": tokens / seconds,
             "train/tokens_per_second_per_gpu": tokens / seconds / self.mesh.size,
             "timing/step": seconds,
-            "trainer/packing_efficiency": self.updater.packing_efficiency([batch]),
+            **self.updater.cut_metrics([batch]),
             "trainer/global_step": step,
             "trainer/epoch": (step - 1) // self.steps_per_epoch,
             **self.order.metrics(step),
@@ -267,7 +270,9 @@ class SFTTrainer:
                 compiling.next(f"rows of {width} tokens")
                 length = min(width, settings.packed_length or width)
                 empty = empty_batch(settings.train_batch_size, width, length, log_probs=False)
-                self.updater.warm_up(self.params, empty)
+                with every_way([self.updater], width) as ways:
+                    for _ in ways:
+                        self.updater.warm_up(self.params, empty)
                 for rows in self.eval_cut.batch_sizes(length) if self.eval_data else ():
                     empty = empty_batch(rows, width, length, log_probs=False)
                     self.forward_pass(self.params, empty, microbatching=self.eval_cut)

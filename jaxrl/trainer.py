@@ -99,7 +99,7 @@ from jaxrl.training.rewards import (
 )
 from jaxrl.training.routes import routes_of_any_token, routes_of_model
 from jaxrl.training.staleness import with_staleness
-from jaxrl.training.update import minibatches_of_step, rows_without_update
+from jaxrl.training.update import every_way, minibatches_of_step, rows_without_update
 from jaxrl.types import GeneratorOutput, Message, Prompt, TrainBatch, TrainState
 
 # Arrays of a checkpoint's buffer: groups that are carried, what prompts were answered.
@@ -652,8 +652,7 @@ class Trainer:
             activity.warn(f"step {step}: {skipped} updates skipped, their gradient was not finite")
             rows = rows_without_update(batch, pending, prompts=prompts, rng_path=rng_path)
             self.ledger.skip(rows)
-        efficiency = self.updater.packing_efficiency(minibatches(batch, prompts))
-        self.metrics |= metrics | {"trainer/packing_efficiency": efficiency}
+        self.metrics |= metrics | self.updater.cut_metrics(minibatches(batch, prompts))
         self.finish(step, rows=len(batch.index))
 
     def finish(self, step: int, rows: int) -> None:
@@ -861,6 +860,11 @@ class Trainer:
             for width in map(cut.width, widths)
             for rows in cut.row_counts(width)
         ]
+        if cut.sharing is not None:
+            wide = [cut.width(width) for width in widths if width >= cut.sharing.shortest]
+            shapes += [
+                f"{cut.groups} x {n} of trees" for width in wide for n in cut.tree_lengths(width)
+            ]
         activity.detail(
             f"shapes: prompts of {prompt_buckets(self.train_prompts)} tokens; rows of {widths} "
             f"tokens; microbatches of {', '.join(dict.fromkeys(shapes))}"
@@ -905,6 +909,14 @@ class Trainer:
 
     def warm_up_update(self, width: int) -> None:
         """Run log-probs, values, advantages and gradients on empty rows of `width` tokens."""
+        users = [*self._forward_passes(), self.updater]
+        users += [self.critic.updater] if self.critic else []
+        with every_way(users, width) as ways:
+            for _ in ways:
+                self._warm_up_rows(width)
+
+    def _warm_up_rows(self, width: int) -> None:
+        """Do what `warm_up_update` does, for rows as they are cut now."""
         settings, updater, critic = self.config.trainer, self.updater, self.critic
         length = min(width, settings.packed_length or width)
         sampling = self.config.generator.sampling_params

@@ -217,17 +217,23 @@ class ModelRows(PyTree):
 
     Example, L = 6, a trajectory of 4 tokens and one of 2 in one row: segment_ids [[1, 1, 1, 1, 2,
     2]], positions [[0, 1, 2, 3, 0, 1]], source [[0, 1, 2, 3], [4, 5, 6, 7]].
+
+    Rows of prefix trees (`data/prefix_trees.py`) have `ends`, `parents` and `asked`. There a token
+    may have several that follow it, so each is its own target, given its parent.
     """
 
     tokens: IntRL
     positions: IntRL  # from 0 in every segment
-    segment_ids: IntRL
-    targets: IntRL  # the next token in the row
+    segment_ids: IntRL  # of trees 1 for every token
+    targets: IntRL  # the next token in the row; of trees the token itself
     wanted: BoolRL  # targets whose log-prob is asked for; never the first of a segment
     source: IntBT | None = None
     keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
     kept: Array | None = None  # [R, L, k] of the targets, as in TrainBatch
     routes: Array | None = None  # [R, L, Lx, k], as in TrainBatch; in a job a `Share` of them
+    ends: IntRL | None = None  # place in the row behind the last token that sees this one
+    parents: IntRL | None = None  # place in the row of the token before this one; 0 for the first
+    asked: Array | None = None  # [B, T] bool, whether the trajectory wants the token's log-prob
 
 
 class CriticState(PyTree):

@@ -333,6 +333,11 @@ class TrainerConfig(BaseConfig):
     """Steps between evaluations; one more after the last step. -1 = none, nor before the first."""
     max_prompt_length: Annotated[int, positive] = 512
     """Longer prompts, in tokens, are dropped from the data."""
+    prefix_sharing: Annotated[str, one_of("auto", "on", "off"), new()] = "auto"
+    """Compute once what trajectories begin with alike, in training and scoring: the prompt of a
+    group's samples, the turns that step-wise rows repeat. "auto" = in batches whose longest row has
+    128 tokens or more, where more than a fifth of the tokens, padding among them, is saved; "on" =
+    where any is; see docs/prefix_sharing.md."""
     flash_attn: Annotated[
         bool | Literal["auto"],
         implemented(

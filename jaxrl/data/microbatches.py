@@ -4,6 +4,10 @@ Padded, a row holds one trajectory. Packed, it holds several, found by best-fit 
 trajectory never straddles two rows. All of it is numpy on the host, and the same lengths give the
 same microbatches. Shapes are few: a length bucket decides all but the number of packed rows, which
 is one of four; where programs take minutes to compile they are fewer still, see `widths`.
+
+Folded, trajectories that begin alike share a row and what they begin with (`prefix_trees.py`). A
+microbatch then is one row for each data-parallel group, which may be as long as all rows together
+that the group has otherwise: what the model computes is bounded by tokens, not by trajectories.
 """
 
 import math
@@ -23,6 +27,7 @@ from jaxrl.data.packing import (
     round_up,
     with_targets,
 )
+from jaxrl.data.prefix_trees import UNSHARED, Sharing, fill_rows, shared_prefixes, tree_rows
 from jaxrl.data.routes import OwnRoutes
 from jaxrl.parallel.context import row_length, split_rows
 from jaxrl.types import MOST_SEGMENTS, Array, ModelRows, TrainBatch
@@ -47,6 +52,7 @@ class Microbatching:
         widths: that the losses' arrays can have, ascending, in place of all buckets; packed rows
             then come in two numbers, a quarter of a full microbatch and a full one.
         context: devices over which each row is spread.
+        sharing: when trajectories share what they begin with; None = never.
     """
 
     rows: int
@@ -57,6 +63,7 @@ class Microbatching:
     packed_length: int | None = None
     widths: tuple[int, ...] = ()
     context: int = 1
+    sharing: Sharing | None = None
 
     def width(self, longest: int) -> int:
         """Return T of the losses' arrays: the longest trajectory's bucket, or a packed row."""
@@ -81,8 +88,22 @@ class Microbatching:
         The quarters of a full one if packed, so that a few trajectories left over cost few rows.
         """
         full = min(self._limit(width), self._most(width))
-        quarters = ((1, 4) if self.widths else (1, 2, 3, 4)) if self.packed else (4,)
+        quarters = self._quarters if self.packed else (4,)
         return sorted({round_up(-(-full * n // 4), self.groups) for n in quarters})
+
+    def tree_lengths(self, width: int) -> list[int]:
+        """Return the tokens that a row of trees can have, ascending: so many times `width`.
+
+        The last is all that a group of devices has in a full microbatch, and no more than all its
+        trajectories; the others are its quarters.
+        """
+        full = min(self._limit(width), self._most(width)) // self.groups * self.length(width)
+        times = min(full // width, self.total // self.groups)
+        return sorted({width * -(-times * n // 4) for n in self._quarters})
+
+    def tree_size(self, length: int, width: int) -> int:
+        """Return the most trajectories of a microbatch whose rows of trees have `length` tokens."""
+        return min(MAX_PER_ROW * -(-length // self.length(width)) * self.groups, self.total)
 
     def next_rows(self, left: int, width: int) -> int:
         """Return the rows of the next microbatch, of `left` packed ones that are in none yet.
@@ -96,7 +117,9 @@ class Microbatching:
         return next((n for n in counts if n >= left), counts[-1])
 
     def batch_sizes(self, width: int) -> list[int]:
-        """Return how many trajectories of `width` tokens make one microbatch of each row count."""
+        """Return how many trajectories of `width` tokens make one microbatch of each shape."""
+        if self.sharing is UNSHARED:
+            return [n // width * self.groups for n in self.tree_lengths(width)]
         return [min(rows * self._per_row(width), self.total) for rows in self.row_counts(width)]
 
     def is_single(self, lengths: np.ndarray) -> bool:
@@ -105,6 +128,10 @@ class Microbatching:
         fits = self.max_tokens is None and self.rows >= self._most(width)
         fits &= not (self.packed and self.widths) or len(self.row_counts(width)) == 1
         return fits and len(lengths) == self.total
+
+    @property
+    def _quarters(self) -> tuple[int, ...]:
+        return (1, 4) if self.widths else (1, 2, 3, 4)
 
     def _per_row(self, width: int) -> int:
         """Count the trajectories of up to `width` tokens in every row but the last, at least."""
@@ -136,9 +163,10 @@ class Layout(NamedTuple):
 
     chosen: np.ndarray  # [n] number of each trajectory in the batch
     row: np.ndarray  # [n], ascending
-    start: np.ndarray  # [n]
+    start: np.ndarray  # [n], of trees the first token that is its own
     shape: tuple[int, int]  # R, L
     size: tuple[int, int]  # B, T of the losses' arrays; B >= n
+    shared: np.ndarray | None = None  # [n] tokens that it has from the one before it; of trees
 
 
 def plan(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
@@ -153,9 +181,28 @@ def plan(lengths: np.ndarray, settings: Microbatching) -> list[Layout]:
     return (_packed if settings.packed else _padded)(lengths, settings)
 
 
-def computed_tokens(lengths: np.ndarray, settings: Microbatching) -> int:
-    """Count the tokens that the model runs on for trajectories of given lengths, with padding."""
-    return sum(math.prod(layout.shape) for layout in plan(lengths, settings))
+def plan_batch(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
+    """Plan the microbatches of a batch, folded where that saves enough, see `Sharing`.
+
+    Raises:
+        ValueError: see `plan`.
+    """
+    flat, sharing = plan(np.asarray(batch.lengths), settings), settings.sharing
+    if sharing is None or int(np.max(batch.lengths)) < sharing.shortest:
+        return flat
+    trees = _folded(batch, settings)
+    least = (1 - sharing.least) * computed_tokens(flat)
+    return trees if computed_tokens(trees) < least else flat
+
+
+def computed_tokens(layouts: Sequence[Layout]) -> int:
+    """Count the tokens that the model runs on, with padding."""
+    return sum(math.prod(layout.shape) for layout in layouts)
+
+
+def avoided_tokens(layouts: Sequence[Layout]) -> int:
+    """Count the tokens that a trajectory has from another one, on which the model does not run."""
+    return sum(int(layout.shared.sum()) for layout in layouts if layout.shared is not None)
 
 
 def microbatches(
@@ -171,7 +218,7 @@ def microbatches(
         The numbers [n] of its trajectories in the batch; the rows; `tree` for these trajectories,
         filled with rows of zeros, which have length 0 and weight 0 and add nothing to any sum.
     """
-    for layout in plan(np.asarray(batch.lengths), settings):
+    for layout in plan_batch(batch, settings):
         size, width = layout.size
 
         def take(x: Array, layout: Layout = layout, size: int = size, width: int = width) -> Any:
@@ -183,7 +230,10 @@ def microbatches(
         beside = beside_tokens(batch)
         own = beside.pop("routes") if isinstance(batch.routes, OwnRoutes) else None
         beside = jax.tree.map(take, beside)
-        if settings.packed:
+        if layout.shared is not None:
+            where = layout.row, layout.start, layout.shared, layout.shape
+            rows = tree_rows(tokens, lengths, mask, *where, beside)
+        elif settings.packed:
             rows = packed_rows(tokens, lengths, mask, layout, beside)
         else:
             rows = one_per_row(tokens, lengths, mask, beside)
@@ -283,6 +333,34 @@ def _layout(
     before = np.cumsum(lengths[chosen]) - lengths[chosen]  # tokens in all rows
     start = before - before[np.searchsorted(row, row)]
     return Layout(chosen, row, start, (len(rows), length), size)
+
+
+def _folded(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
+    """Lay out trees, one row for each group, in the shortest rows that hold all that is left."""
+    tokens, lengths = np.asarray(batch.tokens), np.asarray(batch.lengths)
+    labels = [np.asarray(x) for x in beside_tokens(batch).values() if x is not None]
+    order, shared = shared_prefixes(tokens, lengths, labels)
+    if settings.sharing is UNSHARED:
+        shared = np.zeros_like(shared)
+    width, layouts = settings.width(int(lengths.max())), []
+    sizes, lengths = settings.tree_lengths(width), lengths[order]
+    while len(order):
+        for length in sizes:
+            most = settings.tree_size(length, width)
+            given = settings.groups, length, most // settings.groups
+            cuts = fill_rows(lengths, shared, *given)
+            if cuts[-1] == len(order):
+                break
+        n = cuts[-1]
+        row = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
+        of_row = shared[:n].copy()
+        of_row[cuts[:-1]] = 0  # nothing stands before it
+        own = np.cumsum(lengths[:n] - of_row) - (lengths[:n] - of_row)
+        start = own - own[np.array(cuts)[row]]
+        shape, size = (settings.groups, length), (most, width)
+        layouts.append(Layout(order[:n], row, start, shape, size, of_row))
+        order, lengths, shared = order[n:], lengths[n:], shared[n:]
+    return layouts
 
 
 def packed_rows(

@@ -184,11 +184,14 @@ def forward_of_adapted(
     context: str = "auto",
     placement: Placement | None = None,
     tiles: Tiles | None = None,
+    ends: jax.Array | None = None,
+    tree_kernel: str = "xla",
 ) -> jax.Array:
     """Run the module; what it returns are logits already."""
     assert tiles is None  # `make_forward_pass` refuses the exact mode
+    assert ends is None  # and prefix trees
     # the module's own attention; left to the partitioner
-    del kernel, experts_kernel, rule_kernel, exchange, context, placement, tiles
+    del kernel, experts_kernel, rule_kernel, exchange, context, placement, tiles, ends, tree_kernel
     call = recompute(model.call, remat)
     return call(_cast(params, dtype), tokens, positions, segment_ids)
 

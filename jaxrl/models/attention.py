@@ -26,7 +26,15 @@ class Segments(NamedTuple):
     sliding: jax.Array | bool  # [] bool, whether the layer slides
 
 
-Mask = jax.Array | Segments  # [B, T, S] bool, True = attend
+class Intervals(NamedTuple):
+    """Hold what `tree_attention` takes in place of a mask: a key is seen up to where it ends."""
+
+    ends: jax.Array  # [B, T] int, the place behind the last token that sees this one
+    positions: jax.Array  # [B, T] int, of which the window is one
+    sliding: jax.Array | bool  # [] bool, whether the layer slides
+
+
+Mask = jax.Array | Segments | Intervals  # [B, T, S] bool, True = attend
 Attend = Callable[..., jax.Array]  # of q, k, v, mask, and sinks [H] where the model has them
 
 
@@ -61,7 +69,7 @@ def layer_views(
 
     if c.sliding_window is None:
         return lambda flags: turn(full, flags.turns)
-    if isinstance(mask, Segments):
+    if isinstance(mask, Segments | Intervals):
         near: Mask = mask._replace(sliding=True)
     else:
         near = mask & (positions[:, :, None] - key_positions[:, None, :] < c.sliding_window)

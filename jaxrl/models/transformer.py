@@ -46,7 +46,7 @@ from jaxrl.models.architecture import (
     layer_runs,
     layer_stacks,
 )
-from jaxrl.models.attention import Attend, Segments, View, layer_views, softcap
+from jaxrl.models.attention import Attend, Intervals, Segments, View, layer_views, softcap
 from jaxrl.models.exact import Given, Run, Tiles, by_tokens, exact_look_up
 from jaxrl.models.expert_exchange import GATHER
 from jaxrl.models.experts import Routing, expert_mlp
@@ -54,6 +54,7 @@ from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.context_attention import context_attention
 from jaxrl.models.kernels.exact_attention import exact_attention
 from jaxrl.models.kernels.packed_attention import self_attention, training_mask
+from jaxrl.models.kernels.tree_attention import tree_attention
 from jaxrl.models.linear import (
     add_bias,
     einsum_float32,
@@ -805,6 +806,8 @@ def forward(
     context: str = "auto",
     placement: Placement | None = None,
     tiles: Tiles | None = None,
+    ends: jax.Array | None = None,
+    tree_kernel: str = REFERENCE,
 ) -> jax.Array:
     """Compute the hidden states [B, T, D] before the final norm.
 
@@ -820,10 +823,13 @@ def forward(
         placement: where rows, places, heads, experts and MLP width are spread, and parameters
             gathered from.
         tiles: of the exact mode, see `exact.py`: one segment in each row, from its first token on.
+        ends: [B, T] of rows that hold prefix trees, see `tree_attention`.
+        tree_kernel: of `TREE_ATTENTION`.
     """
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
     settings |= {"exchange": exchange, "context": context, "placement": placement, "tiles": tiles}
+    settings |= {"ends": ends, "tree_kernel": tree_kernel}
     return routed_forward(config, params, tokens, positions, segment_ids, **settings)[0]
 
 
@@ -843,6 +849,8 @@ def routed_forward(  # noqa: PLR0915
     rule_kernel: str = REFERENCE,
     exchange: str = "auto",
     tiles: Tiles | None = None,
+    ends: jax.Array | None = None,
+    tree_kernel: str = REFERENCE,
     replay: jax.Array | None = None,
     observe: Callable[[Routing], Any] = lambda routing: (),
     keep_states: bool = False,
@@ -866,6 +874,11 @@ def routed_forward(  # noqa: PLR0915
         ways = {"tiles": tiles, "kernel": kernel, "placement": placement}
         attend: Any = functools.partial(exact_attention, **ways)
         params = params | {"embed": rounded(params["embed"], dtype)}  # as the sampler has it
+    elif ends is not None:
+        if config.delta_net is not None or config.convolution is not None:
+            raise ValueError("layers that keep a state have no prefix trees")
+        mask = Intervals(ends, positions, False)
+        attend = functools.partial(tree_attention, kernel=tree_kernel, placement=placement)
     elif placement is None or placement.size(placement.rules.seq) == 1:
         mask = training_mask(segment_ids, kernel)
         attend = functools.partial(self_attention, kernel=kernel, placement=placement)

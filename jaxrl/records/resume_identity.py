@@ -46,6 +46,7 @@ MAY_CHANGE = (
     "trainer.policy.model.random_init",
     "trainer.critic.model.path",
     "trainer.critic.model.random_init",
+    "trainer.prefix_sharing",
     "trainer.project_name",
     "trainer.remat_policy",
     "trainer.resume_*",

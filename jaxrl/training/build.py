@@ -16,6 +16,7 @@ from jaxrl.config.microbatching import (
     longest_trajectory,
     update_microbatching,
 )
+from jaxrl.data.prefix_trees import SHARING, Sharing
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.exact import check_exact, choose_tiles
 from jaxrl.models.expert_exchange import ALL_TO_ALL, GATHER, Exchange, exchange_of
@@ -25,6 +26,7 @@ from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.head_log_probs import HEAD_LOG_PROBS
 from jaxrl.models.kernels.packed_attention import PACKED_ATTENTION
+from jaxrl.models.kernels.tree_attention import TREE_ATTENTION
 from jaxrl.models.lora import LoraConfig
 from jaxrl.models.placement import model_shardings, place_model
 from jaxrl.models.transformer import TransformerConfig
@@ -240,6 +242,7 @@ def role_kernels(
             )
         return []
     kernels = [attention_kernel(trainer, model, device, role)]
+    kernels.append(kernel_of_some(TREE_ATTENTION, trainer, model, device, role))
     for operation, has, parts in (
         (GROUPED_PRODUCT, model.experts is not None, "experts"),
         (DELTA_RULE, model.delta_net is not None, "gated DeltaNet layers"),
@@ -273,6 +276,11 @@ def make_forward_pass(
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     parts = placement.size(rules.seq)
     microbatching = forward_microbatching(config, batch_devices(mesh, rules), parts)
+    sharing, why = prefix_sharing(config, model, placement, role)
+    microbatching = dataclasses.replace(microbatching, sharing=sharing)
+    if why:
+        kernels = [x for x in kernels if x.operation != TREE_ATTENTION.name]
+    kernels.append(Choice("prefix_sharing", "off" if why else trainer.prefix_sharing, asked_by=why))
     attends = context_strategy(trainer, model, placement)
     if parts > 1:
         kernels.append(Choice("context_attention", attends))
@@ -296,6 +304,7 @@ def make_forward_pass(
         rule_kernel=names.get(DELTA_RULE.name, REFERENCE),
         exchange=trainer.expert_exchange,
         context=attends,
+        tree_kernel=names.get(TREE_ATTENTION.name, REFERENCE),
         placement=placement if mesh.size > 1 else None,
     )
     if values:
@@ -309,6 +318,46 @@ def make_forward_pass(
     if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
         options |= {"routers": (), "loads": False}
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
+
+
+def prefix_sharing(
+    config: cfg.TrainConfig,
+    model: TransformerConfig | AdaptedModel,
+    placement: Placement,
+    role: str,
+) -> tuple[Sharing | None, str]:
+    """Return when a role's trajectories share what they begin with; else None and why not.
+
+    Raises:
+        ValueError: `trainer.prefix_sharing` asks for what cannot be.
+    """
+    trainer, generator = config.trainer, config.generator
+    asked = trainer.prefix_sharing
+    if asked == "off":
+        return None, "trainer.prefix_sharing"
+    lora = None if role == "ref" else getattr(trainer, role).model.lora
+    refusals = {
+        "a flax module has an attention of its own": isinstance(model, AdaptedModel),
+        "layers that keep a state would have to keep one for each branch": isinstance(
+            model, TransformerConfig
+        )
+        and (model.delta_net is not None or model.convolution is not None),
+        "mesh.context spreads a row over devices": placement.size(placement.rules.seq) > 1,
+        "trainer.exact computes each trajectory by itself": trainer.exact != "off",
+        "with lora.dropout each trajectory drops elements of its own": lora is not None
+        and bool(lora.rank and lora.dropout),
+        "each process knows the experts of its own trajectories alone": jax.process_count() > 1
+        and trainer.policy.router_replay != "off",
+    }
+    for why, holds in refusals.items():
+        if holds and asked == "on":
+            raise ValueError(f"trainer.prefix_sharing='on': {why}; set it to 'off'")
+        if holds:
+            return None, why
+    alone = generator.n_samples_per_prompt == 1 and not generator.step_wise_trajectories
+    if asked == "auto" and alone:
+        return None, "a prompt has one sample, in one row"
+    return SHARING[asked], ""
 
 
 def expert_exchange(
@@ -444,11 +493,14 @@ def assemble_update(
         offloaded=_offloaded(trainer, role, state_shardings),
         options=options,
         full=role == "policy" and trainer.exact == "full",
-        microbatching=update_microbatching(
-            config,
-            batch_devices(mesh, placement.rules),
-            role,
-            context=placement.size(placement.rules.seq),
+        microbatching=dataclasses.replace(
+            update_microbatching(
+                config,
+                batch_devices(mesh, placement.rules),
+                role,
+                context=placement.size(placement.rules.seq),
+            ),
+            sharing=forward_pass.microbatching.sharing,
         ),
     )
     return optimizer, state, updater

@@ -62,6 +62,7 @@ def log_probs_and_entropy(
     rule_kernel: str = REFERENCE,
     exchange: str = "auto",
     context: str = "auto",
+    tree_kernel: str = REFERENCE,
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
     routers: tuple[str, ...] = (),
@@ -81,6 +82,7 @@ def log_probs_and_entropy(
         rule_kernel: of linear attention, see `DELTA_RULE`.
         exchange: how tokens travel to experts on other devices, see `exchange_of`.
         context: how rows that are spread over devices attend, see `context_attention`.
+        tree_kernel: of the attention in rows of trees, see `TREE_ATTENTION`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
         routers: which of `RouterTerms` to return as well, the mean of all layers with experts.
@@ -102,6 +104,7 @@ def log_probs_and_entropy(
     settings: dict[str, Any] = {"dtype": dtype, "remat": remat, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel}
     settings |= {"exchange": exchange, "context": context, "placement": placement, "tiles": tiles}
+    settings |= {"ends": rows.ends, "tree_kernel": tree_kernel}
     terms: tuple[FloatBT, ...] = ()
     found_loads = None
     if routers or loads or rows.routes is not None:
@@ -111,14 +114,19 @@ def log_probs_and_entropy(
         replay = None if rows.routes is None else jnp.moveaxis(rows.routes, 2, 0)
 
         def observe(routing: Routing) -> tuple[tuple[Array, ...], Load]:
-            found = router_terms(experts, routing, rows.segment_ids)
-            load = load_of(experts, jax.lax.stop_gradient(routing), rows.segment_ids > 0)
+            ids = rows.segment_ids
+            if rows.ends is not None:  # a token counts in every trajectory that has it
+                *routed, ids = by_token(rows, *routing, ids)
+                routing = Routing(*routed)
+            found = router_terms(experts, routing, ids)
+            load = load_of(experts, jax.lax.stop_gradient(routing), ids > 0)
             return tuple(getattr(found, name) for name in routers), load
 
         settings |= {"replay": replay, "observe": observe}
         hidden, seen = routed_forward(config, *given, **settings)
         observed, found_loads = seen
-        terms = by_token(rows, *(x.mean(axis=0) for x in observed))
+        terms = tuple(x.mean(axis=0) for x in observed)
+        terms = terms if rows.ends is not None else by_token(rows, *terms)
     else:
         hidden = forward(config, *given, **settings)
     with jax.named_scope("log_probs"):
@@ -132,7 +140,11 @@ def log_probs_and_entropy(
             return (outputs, found_loads) if loads else outputs
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
         targets, wanted = Targets(rows.targets, rows.kept), rows.wanted
-        if placement is None or placement.size(placement.rules.seq) == 1:  # the last has no target
+        if rows.parents is not None:
+            hidden = jnp.take_along_axis(hidden, rows.parents[..., None], axis=1)
+        elif (
+            placement is None or placement.size(placement.rules.seq) == 1
+        ):  # the last has no target
             hidden, targets, wanted = jax.tree.map(lambda x: x[:, :-1], (hidden, targets, wanted))
         scores = by_target(rows, *score(head, params, hidden, targets, wanted, placement))
         outputs = *scores, *terms
@@ -151,6 +163,7 @@ def state_values(
     rule_kernel: str = REFERENCE,
     exchange: str = "auto",
     context: str = "auto",
+    tree_kernel: str = REFERENCE,
     placement: Placement | None = None,
 ) -> tuple[FloatBT, ...]:
     """Return a critic's value of the state before each token, see `log_probs_and_entropy`.
@@ -175,21 +188,23 @@ def state_values(
         exchange=exchange,
         context=context,
         placement=placement,
+        ends=rows.ends,
+        tree_kernel=tree_kernel,
     )
     with jax.named_scope("values"):
         normed = normalise(hidden, params["final_norm"], config).astype(jnp.float32)
         axes = logical_axes(config)["value_head"]
         head = gather_parameter(params["value_head"], axes, placement, jnp.float32)
         after = jnp.sum(normed * head[:, 0], axis=-1)  # a matrix product would round on TPUs
-        (before,) = by_target(rows, after)
+        (before,) = by_target(rows.replace(asked=None), after)
         (known,) = by_token(rows, (rows.positions > 0) & (rows.segment_ids > 0))
         return (jnp.where(known, before, 0.0),)
 
 
 def _spread(rows: ModelRows, placement: Placement | None) -> ModelRows:
-    """Return rows of which each device has its tokens; `source` is whole, as losses are."""
-    spread = spread_tokens(rows.replace(source=None), placement)
-    return spread.replace(source=rows.source)
+    """Return rows of which each device has its tokens; what is of trajectories is as losses are."""
+    spread = spread_tokens(rows.replace(source=None, asked=None), placement)
+    return spread.replace(source=rows.source, asked=rows.asked)
 
 
 def _unpacked(rows: ModelRows) -> ModelRows:
@@ -203,32 +218,40 @@ def _unpacked(rows: ModelRows) -> ModelRows:
 
 
 def by_token(rows: ModelRows, *values: Array) -> tuple[Array, ...]:
-    """Move what is known of tokens [R, L] to [B, T], 0 where there is none.
+    """Move what is known of tokens [R, L, ...] to [B, T, ...], 0 where there is none.
 
-    Each place is read at most once, so the backward pass adds nothing up.
+    But in trees each place is read at most once, so the backward pass adds nothing up.
     """
     if rows.source is None:
         return values
-    return tuple(_read(x, rows.source) for x in values)
+    return tuple(_read(rows, x, rows.source) for x in values)
 
 
 def by_target(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
     """Move scores of targets, [R, L] or shorter by the last one, to [B, T], 0 for first tokens.
 
-    A token's score lies where the token before it is.
+    A token's score lies where the token before it is, but in trees.
     """
     length = rows.tokens.shape[1]
+    if rows.asked is not None:
+        return tuple(jnp.where(rows.asked, x, 0) for x in by_token(rows, *scores))
     if rows.source is None:
         return tuple(jnp.pad(x[:, : length - 1], ((0, 0), (1, 0))) for x in scores)
     whole = tuple(jnp.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in scores)
+    return tuple(_read(rows, x, _before(rows)) for x in whole)
+
+
+def _before(rows: ModelRows) -> Array:
+    """Return where in the rows the token before each one stands, [B, T]."""
+    assert rows.source is not None
     size, nowhere = rows.source.shape[0], rows.tokens.size + rows.source.size
     first = nowhere + jnp.arange(size, dtype=rows.source.dtype)[:, None]
-    before = jnp.concatenate([first, rows.source[:, :-1]], axis=1)
-    return tuple(_read(x, before) for x in whole)
+    return jnp.concatenate([first, rows.source[:, :-1]], axis=1)
 
 
-def _read(x: Array, places: Array) -> Array:
-    return x.reshape(-1).at[places].get(mode="fill", fill_value=0, unique_indices=True)
+def _read(rows: ModelRows, x: Array, places: Array) -> Array:
+    whole, once = x.reshape(-1, *x.shape[2:]), rows.ends is None
+    return whole.at[places].get(mode="fill", fill_value=0, unique_indices=once)
 
 
 class Targets(NamedTuple):

@@ -1,6 +1,8 @@
 """Optimizer updates of policy or critic: gradients in microbatches, apply."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -10,8 +12,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.array_ops import Array
-from jaxrl.data.microbatches import Microbatching, computed_tokens, microbatches
+from jaxrl.data.microbatches import (
+    Microbatching,
+    avoided_tokens,
+    computed_tokens,
+    microbatches,
+    plan_batch,
+)
 from jaxrl.data.packing import group_numbers, minibatches, row_slices
+from jaxrl.data.prefix_trees import UNSHARED
 from jaxrl.models.exact import each
 from jaxrl.models.lora import trained, with_token_keys, with_trained
 from jaxrl.parallel.offload import on_device
@@ -254,7 +263,7 @@ class Updater:
         T] log-probs of a gradient-free pass and pulled back microbatch by microbatch.
         """
         lengths, metrics = np.asarray(minibatch.lengths), []
-        if self._sees_whole_minibatch(minibatch) and not self.microbatching.is_single(lengths):
+        if self._sees_whole_minibatch(minibatch) and not self._is_single(minibatch):
             # as if it were one microbatch: a scalar loss may count what is masked
             widths = self.microbatching.widths
             one = Microbatching(rows=len(lengths), total=len(lengths), widths=widths)
@@ -312,7 +321,7 @@ class Updater:
         whole = self._sees_whole_minibatch(minibatch)
         if whole:
             self.gradients(params, minibatch, weights, key)
-        if whole and self.microbatching.is_single(lengths):
+        if whole and self._is_single(minibatch):
             return
         for size in self.microbatching.batch_sizes(self.microbatching.width(int(lengths[0]))):
             part, weight = next(row_slices((minibatch, weights), size))
@@ -333,16 +342,56 @@ class Updater:
         without = {"loads": False} if "loads" in self.options else {}
         return self.options | without | {"with_entropy": True}
 
-    def packing_efficiency(self, minibatches: Sequence[TrainBatch]) -> float:
-        """Return tokens of the trajectories / tokens that the model runs on, in one pass."""
-        lengths = [np.asarray(minibatch.lengths) for minibatch in minibatches]
-        computed = sum(computed_tokens(x, self.microbatching) for x in lengths)
-        return float(sum(x.sum() for x in lengths) / computed)
+    def cut_metrics(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
+        """Return what the cut into rows costs and saves in one pass over the minibatches.
+
+        packing_efficiency: tokens that are not padding / tokens that the model runs on;
+        prefix_sharing: share of the trajectories' tokens that they have from others.
+        """
+        layouts = [x for part in minibatches for x in plan_batch(part, self.microbatching)]
+        tokens = int(sum(np.sum(minibatch.lengths) for minibatch in minibatches))
+        computed, avoided = computed_tokens(layouts), avoided_tokens(layouts)
+        found = {"packing_efficiency": (tokens - avoided) / computed}
+        if self.microbatching.sharing is not None:
+            found["prefix_sharing"] = avoided / tokens
+            found["prefix_sharing_computed"] = float(computed)
+            found["prefix_sharing_avoided"] = float(avoided)
+        return {f"trainer/{name}": x for name, x in found.items()}
+
+    def _is_single(self, minibatch: TrainBatch) -> bool:
+        """Return whether a minibatch is one microbatch, of flat rows."""
+        flat = plan_batch(minibatch, self.microbatching)[0].shared is None
+        return flat and self.microbatching.is_single(np.asarray(minibatch.lengths))
 
     def _sees_whole_minibatch(self, minibatch: TrainBatch) -> bool:
         if self._whole is None:  # a property of the function: asked once
             self._whole = self.objective.sees_whole(minibatch)
         return self._whole
+
+
+@contextmanager
+def every_way(users: Sequence["Updater | ForwardPass"], width: int) -> Iterator[Iterator[None]]:
+    """Let what cuts batches cut them flat, then into trees if it ever does, for each iteration.
+
+    Rows of zeros then have all shapes that a run can ask for: in trees of them nothing is shared.
+
+    Args:
+        width: tokens of the longest trajectory.
+    """
+    cuts = [user.microbatching for user in users]
+    trees = any(cut.sharing is not None and width >= cut.sharing.shortest for cut in cuts)
+
+    def ways() -> Iterator[None]:
+        for sharing in (None, UNSHARED) if trees else (None,):
+            for user, cut in zip(users, cuts, strict=True):
+                user.microbatching = dataclasses.replace(cut, sharing=sharing)
+            yield
+
+    try:
+        yield ways()
+    finally:
+        for user, cut in zip(users, cuts, strict=True):
+            user.microbatching = cut
 
 
 def minibatches_of_step(

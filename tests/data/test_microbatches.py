@@ -49,7 +49,7 @@ def test_a_literal_plan():
     assert layout.start.tolist() == [0, 0, 8, 0, 6]
     assert layout.shape == (4, 12)
     assert layout.size == (8, 12)  # min(16 x 4, 8) trajectories
-    assert computed_tokens(np.array([4, 6, 11, 5, 8]), PACKED) == 4 * 12
+    assert computed_tokens(plan(np.array([4, 6, 11, 5, 8]), PACKED)) == 4 * 12
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_any_lengths(seed):
             assert len(part.tokens) == min(MAX_PER_ROW * count, settings.total)
         assert not part.lengths[len(chosen) :].any()
     assert sorted(seen) == list(range(len(lengths)))  # every trajectory once
-    assert computed == computed_tokens(lengths, settings)
+    assert computed == computed_tokens(plan(lengths, settings))
     if settings.packed:
         assert len(shapes) <= 2  # full ones, and one of the three quarters
         assert len({shape[1] for shape in shapes}) == len({shape[3] for shape in shapes}) == 1
@@ -234,7 +234,7 @@ def test_groups_cost_the_same_and_few_tokens_are_padding():
         cost = np.bincount(group, lengths[layout.chosen] ** 2.0, minlength=8)
         worst.append(cost.max() / cost.mean())
     assert max(worst[:-1]) < 1.05  # the last has empty rows
-    assert lengths.sum() / computed_tokens(lengths, settings) > 0.95
+    assert lengths.sum() / computed_tokens(plan(lengths, settings)) > 0.95
 
 
 @pytest.mark.parametrize(
