@@ -130,7 +130,7 @@ class Steps:
 
     def efficiency(self, useful: int) -> float:
         """Useful tokens / tokens that the model runs on."""
-        share = self.updater.packing_efficiency([self.batch])
+        share = self.updater.cut_metrics([self.batch])["trainer/packing_efficiency"]
         return share * useful / float(self.batch.lengths.sum())
 
     def peak_bytes(self) -> int:

@@ -54,16 +54,22 @@ class Steps:
             tokens = torch.randint(3, self.work.model["vocab_size"], shape, generator=generator)
             tokens = tokens.to(self.device)
             mask = torch.arange(shape[1]) < torch.tensor(part)[:, None]
-            self.backward(tokens, mask.to(self.device), sum(lengths) - len(lengths))
+            count = sum(lengths) - len(lengths)
+            if self.work.answer is not None:  # rows are equally long
+                count = len(lengths) * self.work.answer
+            self.backward(tokens, mask.to(self.device), count)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, tokens: torch.Tensor, mask: torch.Tensor, count: int) -> None:
         """Add the gradient of one microbatch [B, T]; `count` tokens are sampled in all."""
+        kept = tokens.shape[1] if self.work.answer is None else self.work.answer + 1
         autocast = torch.autocast(self.device, torch.bfloat16)
         with autocast if self.work.bf16 else contextlib.nullcontext():
-            logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            given = {"input_ids": tokens, "attention_mask": mask, "logits_to_keep": kept}
+            logits = self.model(**given, use_cache=False).logits
+        tokens, mask = tokens[:, -kept:], mask[:, -kept:]
         log_probs = -torch.nn.functional.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
         ).view(len(tokens), -1)

@@ -52,6 +52,7 @@ class TrainWork:
     bf16: bool
     recompute: bool  # activations of the layers in the backward pass
     learning_rate: float
+    answer: int | None = None  # tokens at the end of each row that are sampled; None = all but one
 
 
 def reward(response: str) -> float:

@@ -1,5 +1,6 @@
 """Assemble a run from its config alone: shapes and shardings; no weights, no data."""
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -245,10 +246,11 @@ class Run:
 
     def forward_call(self, forward_pass: ForwardPass, params: Params, placement: Placement) -> Call:
         """Return the call of `forward_pass.forward` for one microbatch."""
-        batch = self.batch(forward_pass.microbatching, done=False)
+        cut = flat(forward_pass.microbatching)
+        batch = self.batch(cut, done=False)
         if forward_pass is not self.forward_pass or params is not self.params:
             batch = batch.replace(routes=None)
-        _, rows, _ = next(microbatches(batch.row_ids, batch, forward_pass.microbatching))
+        _, rows, _ = next(microbatches(batch.row_ids, batch, cut))
         return Call(forward_pass.forward, (params, placed(rows, placement)), forward_pass.options)
 
     def gradient_call(
@@ -262,20 +264,25 @@ class Run:
             params: all of the model; trained: those with a gradient.
             at: placement of the parameters.
         """
-        batch = self.batch(updater.microbatching, done=True)
+        cut = flat(updater.microbatching)
+        batch = self.batch(cut, done=True)
         if updater is not self.updater:
             batch = without_policy(batch)
         weights = jax.eval_shape(lambda batch: updater.objective.weights(batch)[0], batch)
         weights = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), weights)
         tree, key = (updater.objective.seen(batch), weights), jax.random.key(0)
-        _, rows, part = next(microbatches(tree, batch, updater.microbatching))
+        _, rows, part = next(microbatches(tree, batch, cut))
         rows = placed(with_token_keys(params, rows, part[0].row_ids, key), at)
-        cut = updater.microbatching
         single = cut.is_single(np.full(cut.total, self.width))
         if not single and updater.objective.sees_whole(batch):
             outputs = (part[0].loss_mask,) * 2
             return Call(updater.pull_back, (trained, params, rows, placed(outputs, at)), {})
         return Call(updater.accumulate, (trained, params, rows, *placed(part, at), key), {})
+
+
+def flat(cut: Microbatching) -> Microbatching:
+    """Return a cut into flat rows; those of trees have no more tokens."""
+    return dataclasses.replace(cut, sharing=None)
 
 
 def _by_themselves(mesh: Mesh, devices: Sequence[Any], alone: Sequence[Any]) -> Mesh:

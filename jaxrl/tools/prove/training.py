@@ -235,7 +235,9 @@ def _seconds(case: Case, repeats: int) -> tuple[float, float]:
         state, _, _ = run.updater.update(state, batch, weights, jax.random.key(0))
         jax.block_until_ready(state)
         times.append(time.perf_counter() - started)
-    return statistics.median(times[2:]), float(run.updater.packing_efficiency([batch]))
+    return statistics.median(times[2:]), run.updater.cut_metrics([batch])[
+        "trainer/packing_efficiency"
+    ]
 
 
 def _head(task: Task, name: str, shape: Mapping[str, Any]) -> Row:
