@@ -24,7 +24,15 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import Intervals, scale, softcap
-from jaxrl.models.kernels.choice import REFERENCE, Implementation, Operation
+from jaxrl.models.kernels.choice import (
+    REFERENCE,
+    Facts,
+    Implementation,
+    Operation,
+    no_sinks,
+    unmet,
+)
+from jaxrl.models.kernels.tree_attention_tpu import tree_attention_tpu
 from jaxrl.models.linear import einsum_float32
 from jaxrl.parallel.rules import Placement
 
@@ -136,10 +144,7 @@ def blockwise(
     place = jnp.arange(t + more, dtype=jnp.int32)
     ends = jnp.where(place < t, jnp.pad(mask.ends, ((0, 0), (0, more))), place + 1)
     positions = jnp.pad(mask.positions, ((0, 0), (0, more)))
-    far = jnp.int32(t + more)
-    window = far
-    if config.sliding_window is not None:
-        window = jnp.where(mask.sliding, config.sliding_window, far)
+    window = _window(config, mask)
     pairs = pairs_that_meet(ends, positions, window, block)
     known = [x.reshape(-1, block) for x in (jnp.tile(place, (rows, 1)), ends, positions)]
     of_sinks = jnp.full((heads,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
@@ -233,9 +238,39 @@ def _backward(scoring: tuple[float, float | None], residuals: tuple, slope: jax.
 
 _attend.defvjp(_forward, _backward)
 
+
+# ---------------------------------------------------------------- by kernels of accelerators
+
+
+def mosaic(
+    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: Intervals
+) -> jax.Array:
+    """Compute `tree_attention` by our kernel for TPUs; shapes as there."""
+    scoring = {"scale": scale(config), "softcap": config.attention_softcap}
+    return tree_attention_tpu(q, k, v, mask.ends, mask.positions, _window(config, mask), **scoring)
+
+
+def _window(config: TransformerConfig, mask: Intervals) -> jax.Array:
+    """Return how many positions a query sees, [] int32: more than there are without a window."""
+    every = jnp.int32(mask.ends.shape[1] + 1)
+    if config.sliding_window is None:
+        return every
+    return jnp.where(mask.sliding, config.sliding_window, every)
+
+
+def _mosaic_needs(facts: Facts) -> list[str]:
+    assert facts.model is not None
+    width = facts.model.head_dim
+    divides = width % 64 == 0, f"a head_dim that 64 divides, not {width}"
+    return unmet([divides, no_sinks(facts.model)])
+
+
 TREE_ATTENTION = Operation(
     "tree_attention",
     "attention within prefix trees, in training and scoring",
-    {REFERENCE: Implementation(blockwise)},
-    {"tpu": (REFERENCE,), "gpu": (REFERENCE,), "cpu": (REFERENCE,)},
+    {
+        "mosaic": Implementation(mosaic, _mosaic_needs, "64 divides head_dim, no sinks"),
+        REFERENCE: Implementation(blockwise),
+    },
+    {"tpu": ("mosaic", REFERENCE), "gpu": (REFERENCE,), "cpu": (REFERENCE,)},
 )
