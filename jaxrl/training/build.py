@@ -242,7 +242,6 @@ def role_kernels(
             )
         return []
     kernels = [attention_kernel(trainer, model, device, role)]
-    kernels.append(kernel_of_some(TREE_ATTENTION, trainer, model, device, role))
     for operation, has, parts in (
         (GROUPED_PRODUCT, model.experts is not None, "experts"),
         (DELTA_RULE, model.delta_net is not None, "gated DeltaNet layers"),
@@ -271,16 +270,18 @@ def make_forward_pass(
     trainer, mesh, rules = config.trainer, placement.mesh, placement.rules
     dtype = DTYPES[cfg.compute_dtype(trainer, role)]
     kernels = role_kernels(config, model, mesh.devices.flat[0], role)
+    sharing, why = prefix_sharing(config, model, placement, role)
+    if not why:
+        assert isinstance(model, TransformerConfig)
+        device = mesh.devices.flat[0]
+        kernels.append(kernel_of_some(TREE_ATTENTION, trainer, model, device, role))
     names = {choice.operation: choice.name for choice in kernels}
+    kernels.append(Choice("prefix_sharing", "off" if why else trainer.prefix_sharing, asked_by=why))
     values = isinstance(model, TransformerConfig) and model.value_head is not None
     place = functools.partial(put, shardings=batch_sharding(mesh, rules))
     parts = placement.size(rules.seq)
     microbatching = forward_microbatching(config, batch_devices(mesh, rules), parts)
-    sharing, why = prefix_sharing(config, model, placement, role)
     microbatching = dataclasses.replace(microbatching, sharing=sharing)
-    if why:
-        kernels = [x for x in kernels if x.operation != TREE_ATTENTION.name]
-    kernels.append(Choice("prefix_sharing", "off" if why else trainer.prefix_sharing, asked_by=why))
     attends = context_strategy(trainer, model, placement)
     if parts > 1:
         kernels.append(Choice("context_attention", attends))

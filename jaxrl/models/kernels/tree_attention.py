@@ -15,6 +15,7 @@ K, h head width.
 """
 
 import functools
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,16 @@ from jax.sharding import PartitionSpec
 from jaxrl.models.architecture import TransformerConfig
 from jaxrl.models.attention import Intervals, scale, softcap
 from jaxrl.models.kernels.choice import (
+    AMPERE,
     REFERENCE,
     Facts,
     Implementation,
     Operation,
+    at_least,
     no_sinks,
     unmet,
 )
+from jaxrl.models.kernels.tree_attention_gpu import tree_attention_gpu
 from jaxrl.models.kernels.tree_attention_tpu import tree_attention_tpu
 from jaxrl.models.linear import einsum_float32
 from jaxrl.parallel.rules import Placement
@@ -250,6 +254,14 @@ def mosaic(
     return tree_attention_tpu(q, k, v, mask.ends, mask.positions, _window(config, mask), **scoring)
 
 
+def triton(
+    config: TransformerConfig, q: jax.Array, k: jax.Array, v: jax.Array, mask: Intervals
+) -> jax.Array:
+    """Compute `tree_attention` by our kernel for NVIDIA GPUs; shapes as there."""
+    scoring = {"scale": scale(config), "softcap": config.attention_softcap}
+    return tree_attention_gpu(q, k, v, mask.ends, mask.positions, _window(config, mask), **scoring)
+
+
 def _window(config: TransformerConfig, mask: Intervals) -> jax.Array:
     """Return how many positions a query sees, [] int32: more than there are without a window."""
     every = jnp.int32(mask.ends.shape[1] + 1)
@@ -265,12 +277,33 @@ def _mosaic_needs(facts: Facts) -> list[str]:
     return unmet([divides, no_sinks(facts.model)])
 
 
+def _triton_needs(facts: Facts) -> list[str]:
+    assert facts.model is not None
+    width = facts.model.head_dim
+    return unmet(
+        [
+            (find_spec("jax.experimental.pallas.triton") is not None, "a JAX with that backend"),
+            (
+                at_least(facts, AMPERE),
+                f"an Ampere GPU or later, not compute capability {facts.capability}",
+            ),
+            (width <= 256, f"a head_dim of at most 256, not {width}"),
+            no_sinks(facts.model),
+        ]
+    )
+
+
 TREE_ATTENTION = Operation(
     "tree_attention",
     "attention within prefix trees, in training and scoring",
     {
         "mosaic": Implementation(mosaic, _mosaic_needs, "64 divides head_dim, no sinks"),
+        "triton": Implementation(
+            triton,
+            _triton_needs,
+            "Ampere or later, head_dim <= 256, no sinks, a JAX that has Pallas for Triton",
+        ),
         REFERENCE: Implementation(blockwise),
     },
-    {"tpu": ("mosaic", REFERENCE), "gpu": (REFERENCE,), "cpu": (REFERENCE,)},
+    {"tpu": ("mosaic", REFERENCE), "gpu": ("triton", REFERENCE), "cpu": (REFERENCE,)},
 )

@@ -10,8 +10,14 @@ import jax
 import numpy as np
 
 from jaxrl import config as cfg
-from jaxrl.data.microbatches import Microbatching, microbatches as cut_into_microbatches
+from jaxrl.data.microbatches import (
+    Microbatching,
+    avoided_tokens,
+    microbatches as cut_into_microbatches,
+    plan_batch,
+)
 from jaxrl.data.packing import beside_tokens, length_bucket, one_per_row, round_up
+from jaxrl.data.prefix_trees import SHARING
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.lora import attach, with_token_keys
 from jaxrl.models.placement import place_model
@@ -235,7 +241,10 @@ def _loss_apart(policy: Differentiated, cuts: Iterable[Microbatching]) -> float:
 
 
 def packing(examined: ExaminedRun) -> Finding:
-    """Check that several trajectories in a row of the model's input change no gradient."""
+    """Check that several trajectories in a row of the model's input change no gradient.
+
+    Those of prefix trees, too, where the run has some.
+    """
     model, packs = examined.trainer.model, examined.config.trainer.use_sample_packing is True
     if isinstance(model, AdaptedModel) and not packs:
         return not_here("the policy is a flax module, and trainer.use_sample_packing=False")
@@ -246,9 +255,17 @@ def packing(examined: ExaminedRun) -> Finding:
     packed = dataclasses.replace(policy.whole, packed=True, packed_length=length)
     words = f"rows of {length} tokens"
     found = {words: compare(policy.gradient(), policy.gradient(packed))}
+    trees = dataclasses.replace(policy.whole, sharing=SHARING["on"])
+    shares = policy.updater.microbatching.sharing is not None
+    if shares and avoided_tokens(plan_batch(policy.minibatch, trees)):
+        found["prefix trees"] = compare(policy.gradient(), policy.gradient(trees))
     cause = "the forward pass of a packed row differs: tokens see those of another trajectory"
     fix = "set trainer.use_sample_packing=False and report it with --env, or mend your model's mask"
-    return _judged(examined, found, f"padded against packed, {words}", lambda: (cause, fix))
+    if len(found) > 1 and found["prefix trees"].relative > found[words].relative:
+        cause = "the forward pass of a prefix tree differs from that of its trajectories"
+        fix = "set trainer.prefix_sharing='off' and report it with --env"
+    about = f"padded against packed, {', and '.join(found)}"
+    return _judged(examined, found, about, lambda: (cause, fix))
 
 
 def order(examined: ExaminedRun) -> Finding:

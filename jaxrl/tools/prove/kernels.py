@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.architecture import TransformerConfig
-from jaxrl.models.attention import attention, causal_mask
+from jaxrl.models.attention import Intervals, attention, causal_mask
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.kernels.choice import REFERENCE, Facts, Operation, facts_of
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT, grouped_product
@@ -25,6 +25,7 @@ from jaxrl.models.kernels.paged_attention import (
     layout_of,
     paged_attention,
 )
+from jaxrl.models.kernels.tree_attention import TREE_ATTENTION, tree_attention
 from jaxrl.models.transformer import init_params, unembed
 from jaxrl.rollout.native.programs import shape_of
 from jaxrl.tools.prove.section import Result, Row, Task
@@ -87,6 +88,7 @@ def _comparisons(task: Task, model: TransformerConfig) -> Iterator[Comparison | 
     work, dtype = task.work, jnp.dtype(task.machine.dtype)
     facts = facts_of(jax.devices()[0], dtype, model)
     yield from _packed(model, work.row_lengths[0], facts)
+    yield from _trees(model, work.row_lengths[0], facts)
     yield from _paged(model, work.slots[0], work.prompt + work.new_tokens, facts)
     yield from _grouped(model, work.row_lengths[0], facts)
     yield from _head(model, work.row_lengths[0] // 4, facts)  # the formula has all logits
@@ -124,6 +126,34 @@ def _packed(model: TransformerConfig, length: int, facts: Facts) -> Iterator[Com
 
         words = f"{name}, {number} segment{'s' if number > 1 else ''}"
         yield Comparison(PACKED_ATTENTION.name, words, run, formula, operands, True)
+
+
+def _trees(model: TransformerConfig, length: int, facts: Facts) -> Iterator[Comparison | str]:
+    """Compare a prompt of a quarter of the row, `GROUPS` answers that share it, and padding."""
+    q_shape = (1, length, model.num_heads, model.head_dim)
+    kv_shape = (1, model.num_kv_heads, length, model.head_dim)
+    operands = _draw([q_shape, kv_shape, kv_shape], facts.dtype)
+    place, prompt = jnp.arange(length), length // 4
+    answer = length // 2 // GROUPS
+    used = prompt + GROUPS * answer
+    mine = (place - prompt) // answer  # the answer that a token is of
+    ends = jnp.where(place < prompt, used, prompt + (mine + 1) * answer)
+    ends = jnp.where(place < used, ends, place + 1)[None]
+    depth = jnp.where(place < prompt, place, prompt + (place - prompt) % answer)[None]
+    mask = (place[:, None] >= place) & (place[:, None] < ends[:, None])
+    for found in _can(TREE_ATTENTION, facts):
+        if isinstance(found, str):
+            yield found
+            continue
+
+        def run(q: Any, k: Any, v: Any, name: str = found[0]) -> jax.Array:
+            return tree_attention(model, q, k, v, Intervals(ends, depth, False), kernel=name)
+
+        def formula(q: Any, k: Any, v: Any) -> jax.Array:
+            return attention(model, q, k, v, mask)
+
+        words = f"{found[0]}, {GROUPS} answers"
+        yield Comparison(TREE_ATTENTION.name, words, run, formula, operands, True)
 
 
 def _paged(

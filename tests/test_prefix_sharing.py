@@ -1,0 +1,93 @@
+"""Runs whose trajectories share what they begin with: the same training, and resumed to the bit."""
+
+import numpy as np
+import pytest
+
+from jaxrl.train import train
+from tests.test_train import assert_bitwise_equal, assert_close, metric_lines, small
+
+SETTINGS = {
+    "trainer.policy.mesh.fsdp": 2,
+    "trainer.policy.mesh.tensor": 4,
+    "trainer.micro_train_batch_size_per_gpu": 4,
+    "trainer.micro_forward_batch_size_per_gpu": 4,
+    "trainer.hf_save_interval": -1,
+    "trainer.eval_interval": -1,
+}
+CUT = "trainer/packing_efficiency", "trainer/prefix_sharing", "trainer/tflops", "trainer/mfu"
+
+
+def run(folder, **settings):
+    return train(small(folder, **SETTINGS, **settings))
+
+
+def learnt(folder):
+    """What a step says, but for how its rows were cut."""
+    return [
+        {name: x for name, x in line.items() if not name.startswith(CUT)}
+        for line in metric_lines(folder)
+    ]
+
+
+def test_shared_prefixes_train_to_the_same_weights_and_resume_to_the_bit(tmp_path, capsys):
+    flat = run(tmp_path / "flat", **{"trainer.prefix_sharing": "off"})
+    trees = run(tmp_path / "trees", **{"trainer.prefix_sharing": "on"})
+    printed = capsys.readouterr().out
+    assert "prefix_sharing on" in printed
+    assert "of trees" in printed
+    assert trees.watch.recompiles == 0
+    assert_close(trees.state.params, flat.state.params)
+    for found, expected in zip(learnt(tmp_path / "trees"), learnt(tmp_path / "flat"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    for line in metric_lines(tmp_path / "trees"):
+        computed, avoided = (
+            line[f"trainer/prefix_sharing_{name}"] for name in ("computed", "avoided")
+        )
+        assert line["trainer/prefix_sharing"] > 0.1
+        assert avoided > 0
+        assert computed > 0
+        assert line["trainer/packing_efficiency"] <= 1
+    resumed = run(
+        tmp_path / "resumed",
+        **{
+            "trainer.prefix_sharing": "on",
+            "trainer.resume_mode": "from_path",
+            "trainer.resume_path": str(tmp_path / "trees" / "checkpoints" / "global_step_2"),
+        },
+    )
+    assert_bitwise_equal(resumed.state, trees.state)
+
+
+REFUSED = {
+    "keep a state": {"trainer.policy.model.path": "configs/tiny_hybrid_model"},
+    "mesh.context": {"trainer.policy.mesh.fsdp": 4, "trainer.policy.mesh.context": 2},
+    "lora.dropout": {"trainer.policy.model.lora.rank": 2, "trainer.policy.model.lora.dropout": 0.1},
+    "trainer.exact": {"trainer.exact": "log_probs"},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_share_is_refused_by_name(tmp_path, why):
+    settings = {"trainer.prefix_sharing": "on", "trainer.eval_interval": -1}
+    with pytest.raises(ValueError, match=rf"trainer.prefix_sharing='on': .*{why}.*set it to 'off'"):
+        train(small(tmp_path, **settings, **REFUSED[why]))
+
+
+@pytest.mark.slow
+def test_turns_in_rows_of_their_own_share_their_history(tmp_path):
+    settings = {
+        "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=64, seed=0)"],
+        "data.val_data": [],
+        "generator.max_turns": 3,
+        "generator.step_wise_trajectories": True,
+        "environment.env_class": "guess_number",
+    }
+    flat = run(tmp_path / "flat", **settings, **{"trainer.prefix_sharing": "off"})
+    trees = run(tmp_path / "trees", **settings, **{"trainer.prefix_sharing": "on"})
+    assert_close(trees.state.params, flat.state.params)
+    assert np.mean([line["trainer/prefix_sharing"] for line in learnt_sharing(tmp_path)]) > 0.3
+    assert trees.watch.recompiles == 0
+
+
+def learnt_sharing(folder):
+    return metric_lines(folder / "trees")
