@@ -371,6 +371,7 @@ class Trainer:
             devices,
             passes=passes,
             sampled_beside=cfg.overlaps(self.config),
+            shared=self.updater.shared,
         )
         if able := limits(devices):
             found |= shares(self._least_seconds(batch, able, passes), self.metrics)
@@ -390,6 +391,7 @@ class Trainer:
             scored=scored,
             copies=copies if together and cfg.in_process(config) else 0,
             element=np.dtype(DTYPES[cfg.engine_dtype(settings)]).itemsize,
+            shared=self.updater.shared,
         )
 
     # ---------------------------------------------------------------- 1 to 6: the batch

@@ -1,9 +1,9 @@
 """Runs whose trajectories share what they begin with: the same training, and resumed to the bit."""
 
-import numpy as np
 import pytest
 
 from jaxrl.train import train
+from tests.test_resume import TALKS
 from tests.test_train import assert_bitwise_equal, assert_close, metric_lines, small
 
 SETTINGS = {
@@ -75,19 +75,9 @@ def test_what_cannot_share_is_refused_by_name(tmp_path, why):
 
 @pytest.mark.slow
 def test_turns_in_rows_of_their_own_share_their_history(tmp_path):
-    settings = {
-        "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=64, seed=0)"],
-        "data.val_data": [],
-        "generator.max_turns": 3,
-        "generator.step_wise_trajectories": True,
-        "environment.env_class": "guess_number",
-    }
+    settings = {**TALKS, "generator.step_wise_trajectories": True}
     flat = run(tmp_path / "flat", **settings, **{"trainer.prefix_sharing": "off"})
     trees = run(tmp_path / "trees", **settings, **{"trainer.prefix_sharing": "on"})
     assert_close(trees.state.params, flat.state.params)
-    assert np.mean([line["trainer/prefix_sharing"] for line in learnt_sharing(tmp_path)]) > 0.3
-    assert trees.watch.recompiles == 0
-
-
-def learnt_sharing(folder):
-    return metric_lines(folder / "trees")
+    shared = [line["trainer/prefix_sharing"] for line in metric_lines(tmp_path / "trees")]
+    assert min(shared) > 0.3

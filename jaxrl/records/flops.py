@@ -27,7 +27,10 @@ def peak_flops(device: Any) -> float | None:
 
 
 def forward_flops(
-    model: TransformerConfig | AdaptedModel, lengths: np.ndarray, *, scored: float | None = None
+    model: TransformerConfig | AdaptedModel,
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    scored: float | None = None,
 ) -> float:
     """Return the FLOPs of one forward pass over rows of so many tokens [B].
 
@@ -53,6 +56,7 @@ def speed_metrics(
     *,
     passes: int,
     sampled_beside: bool,
+    shared: Sequence[int] | np.ndarray = (),
 ) -> dict[str, float]:
     """Return tokens/s of a step and of its sampling; FLOP/s of its update, its MFU where known.
 
@@ -61,10 +65,11 @@ def speed_metrics(
         devices: of training.
         passes: forward passes that its updates cost, the backward counted in them.
         sampled_beside: sampling goes on beside training; the time of its phase is then a wait.
+        shared: tokens of each prefix that a trajectory has from another, and that is not computed.
     """
     lengths = np.asarray(batch.lengths)
     sampled = float(np.sum(batch.loss_mask)) / max(seconds["timing/generate"], 1e-9)
-    flops = passes * forward_flops(model, lengths)
+    flops = passes * (forward_flops(model, lengths) - forward_flops(model, shared))
     rate = flops / max(seconds["timing/policy_train"], 1e-9) / len(devices)
     tokens = float(lengths.sum()) / seconds["timing/step"]
     metrics = {

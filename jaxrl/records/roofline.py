@@ -70,6 +70,7 @@ def least_seconds(
     scored: int,
     copies: int,
     element: int,
+    shared: Sequence[int] | np.ndarray = (),
 ) -> dict[str, float]:
     """Return the least seconds of the phases of a step, without those that have nothing to do.
 
@@ -79,9 +80,11 @@ def least_seconds(
         copies: of the sampler's weights, each of which is read in every step of decoding; 0 = the
             sampler is not on these devices, or samples beside training.
         element: bytes of one of its weights.
+        shared: see `speed_metrics`.
     """
     lengths, sampled = np.asarray(batch.lengths), np.asarray(batch.loss_mask).sum(1)
     one = forward_flops(model, lengths, scored=float(sampled.sum()))
+    one -= forward_flops(model, shared, scored=0.0)
     found = {
         "fwd_logprobs_values_reward": scored * one / limits.flops,
         "policy_train": passes * one / limits.flops,

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.array_ops import Array
 from jaxrl.data.microbatches import (
     Microbatching,
-    avoided_tokens,
     computed_tokens,
     microbatches,
     plan_batch,
@@ -200,6 +199,7 @@ class Updater:
         self.cotangents = jax.jit(cotangents)
         self.apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
         self._whole: bool | None = None
+        self.shared = np.zeros(0, np.int64)  # tokens of each prefix that a row has from another
 
     def weights(self, minibatch: TrainBatch) -> tuple[Any, Metrics]:
         """Return the weights of the objective, on the host."""
@@ -345,12 +345,15 @@ class Updater:
     def cut_metrics(self, minibatches: Sequence[TrainBatch]) -> dict[str, float]:
         """Return what the cut into rows costs and saves in one pass over the minibatches.
 
-        packing_efficiency: tokens that are not padding / tokens that the model runs on;
-        prefix_sharing: share of the trajectories' tokens that they have from others.
+        It is kept which prefixes were `shared`. packing_efficiency: tokens that are not padding /
+        tokens that the model runs on; prefix_sharing: share of the trajectories' tokens that they
+        have from others.
         """
         layouts = [x for part in minibatches for x in plan_batch(part, self.microbatching)]
         tokens = int(sum(np.sum(minibatch.lengths) for minibatch in minibatches))
-        computed, avoided = computed_tokens(layouts), avoided_tokens(layouts)
+        none = np.zeros(0, np.int64)
+        self.shared = np.concatenate([none, *(x.shared for x in layouts if x.shared is not None)])
+        computed, avoided = computed_tokens(layouts), int(self.shared.sum())
         found = {"packing_efficiency": (tokens - avoided) / computed}
         if self.microbatching.sharing is not None:
             found["prefix_sharing"] = avoided / tokens
