@@ -345,19 +345,26 @@ def _folded(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
     width, layouts = settings.width(int(lengths.max())), []
     sizes, lengths = settings.tree_lengths(width), lengths[order]
     while len(order):
-        for length in sizes:
-            most = settings.tree_size(length, width)
-            given = settings.groups, length, most // settings.groups
-            cuts = fill_rows(lengths, shared, *given)
-            if cuts[-1] == len(order):
-                break
+        filled = {
+            length: fill_rows(
+                lengths,
+                shared,
+                rows=settings.groups,
+                length=length,
+                most=settings.tree_size(length, width) // settings.groups,
+            )
+            for length in sizes
+        }
+        length = next((x for x, cuts in filled.items() if cuts[-1] == len(order)), sizes[-1])
+        cuts = filled[length]
         n = cuts[-1]
         row = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
         of_row = shared[:n].copy()
         of_row[cuts[:-1]] = 0  # nothing stands before it
         own = np.cumsum(lengths[:n] - of_row) - (lengths[:n] - of_row)
         start = own - own[np.array(cuts)[row]]
-        shape, size = (settings.groups, length), (most, width)
+        shape = settings.groups, length
+        size = settings.tree_size(length, width), width
         layouts.append(Layout(order[:n], row, start, shape, size, of_row))
         order, lengths, shared = order[n:], lengths[n:], shared[n:]
     return layouts

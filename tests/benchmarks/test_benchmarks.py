@@ -33,6 +33,7 @@ from benchmarks import (
     overlap,
     paged_attention,
     plan_memory,
+    prefix_sharing,
     rollout,
     rollout_file,
     rollout_table,
@@ -460,6 +461,18 @@ def test_guesses_that_are_right_take_fewer_steps():
 def test_the_longest_first_takes_fewer_blocks():
     found = tail.order(4, 0, config_from_hf(SHAPES["smoke"]))
     assert found["longest first"][1] < found["order of the data"][1]
+
+
+@pytest.mark.slow
+def test_trees_of_groups_have_fewer_tokens(capsys):
+    given = ["--shapes=smoke", "--prompts=96", "--samples=4", "--answer=16", "--repeats=1"]
+    assert prefix_sharing.main(given) == 0
+    flat, tree = capsys.readouterr().out.splitlines()[-2:]
+    # 4 rows of 128 (the bucket of 112) against 96 + 4 x 16 = 160 tokens in two of them
+    assert [line.split("|")[3:5] for line in (flat, tree)] == [
+        [" flat ", " 512 "],
+        [" tree ", " 256 "],
+    ]
 
 
 @pytest.mark.slow

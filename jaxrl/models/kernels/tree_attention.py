@@ -91,12 +91,12 @@ class Pairs(NamedTuple):
 
     Attributes:
         queries, keys: [P] numbers of blocks, those of all rows one behind the other.
-        count: [] of the pairs that meet.
+        number: [] of the pairs that meet.
     """
 
     queries: jax.Array
     keys: jax.Array
-    count: jax.Array
+    number: jax.Array
 
 
 def pairs_that_meet(
@@ -116,8 +116,8 @@ def pairs_that_meet(
     meets &= shallow[:, :, None] - deep[:, None, :] < window
     row, above, below = np.nonzero(np.broadcast_to(np.tri(blocks, dtype=bool), meets.shape))
     order = jnp.argsort(~meets[row, above, below], stable=True)
-    numbers = (jnp.asarray(row * blocks + x, jnp.int32)[order] for x in (above, below))
-    return Pairs(*numbers, meets.sum())
+    queries, keys = (jnp.asarray(row * blocks + x, jnp.int32)[order] for x in (above, below))
+    return Pairs(queries, keys, meets.sum())
 
 
 def blockwise(
@@ -154,7 +154,7 @@ def blockwise(
     of_sinks = jnp.full((heads,), -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
     scoring = scale(config), config.attention_softcap
     given = queries, by_block(k), by_block(v), of_sinks.reshape(kv, -1)
-    out = _attend(scoring, *given, pairs, (*known, window))
+    out: jax.Array = _attend(scoring, *given, pairs, (*known, window))
     out = out.transpose(0, 3, 1, 2, 4).reshape(rows, t + more, heads, width)
     return out[:, :t]
 
@@ -212,7 +212,7 @@ def _forward(
     most = jnp.broadcast_to(jnp.maximum(sinks, LEAST)[..., None], shape)
     total = jnp.broadcast_to(jnp.isfinite(sinks).astype(jnp.float32)[..., None], shape)
     zeros = jnp.zeros(q.shape, jnp.float32)
-    most, total, mean = jax.lax.fori_loop(0, pairs.count, body, (most, total, zeros))
+    most, total, mean = jax.lax.fori_loop(0, pairs.number, body, (most, total, zeros))
     out = (mean / total[..., None]).astype(q.dtype)
     return out, (q, k, v, sinks, pairs, known, out, most + jnp.log(total))
 
@@ -234,7 +234,7 @@ def _backward(scoring: tuple[float, float | None], residuals: tuple, slope: jax.
         return for_q, for_k, for_v
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    found = jax.lax.fori_loop(0, pairs.count, body, zeros)
+    found = jax.lax.fori_loop(0, pairs.number, body, zeros)
     for_sinks = -(jnp.exp(sinks[..., None] - log_total) * pull).sum(axis=(0, 3))
     none = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (pairs, known))
     return *(g.astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True)), for_sinks, *none

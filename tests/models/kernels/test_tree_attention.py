@@ -73,7 +73,7 @@ def test_only_blocks_that_meet_are_computed():
     depth = np.array([[*range(64), *[*range(64, 96)] * 4]])
     for window, count in ((FAR, 15), (33, 11)):
         pairs = pairs_that_meet(jnp.asarray(ends), jnp.asarray(depth), jnp.int32(window), 32)
-        assert int(pairs.count) == count
+        assert int(pairs.number) == count
         met = set(zip(pairs.queries[:count].tolist(), pairs.keys[:count].tolist(), strict=True))
         own = {(1, 0), *((n, n) for n in range(6)), *((n, 1) for n in range(2, 6))}
         assert met == (own | {(n, 0) for n in range(2, 6)} if window == FAR else own)
