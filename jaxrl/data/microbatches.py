@@ -88,18 +88,19 @@ class Microbatching:
         The quarters of a full one if packed, so that a few trajectories left over cost few rows.
         """
         full = min(self._limit(width), self._most(width))
-        quarters = self._quarters if self.packed else (4,)
+        quarters = ((1, 4) if self.widths else (1, 2, 3, 4)) if self.packed else (4,)
         return sorted({round_up(-(-full * n // 4), self.groups) for n in quarters})
 
     def tree_lengths(self, width: int) -> list[int]:
         """Return the tokens that a row of trees can have, ascending: so many times `width`.
 
         The last is all that a group of devices has in a full microbatch, and no more than all its
-        trajectories; the others are its quarters.
+        trajectories; the others are eighths of it: where much is shared little is left.
         """
         full = min(self._limit(width), self._most(width)) // self.groups * self.length(width)
         times = min(full // width, self.total // self.groups)
-        return sorted({width * -(-times * n // 4) for n in self._quarters})
+        eighths = (1, 2, 8) if self.widths else (1, 2, 4, 6, 8)
+        return sorted({width * -(-times * n // 8) for n in eighths})
 
     def tree_size(self, length: int, width: int) -> int:
         """Return the most trajectories of a microbatch whose rows of trees have `length` tokens."""
@@ -128,10 +129,6 @@ class Microbatching:
         fits = self.max_tokens is None and self.rows >= self._most(width)
         fits &= not (self.packed and self.widths) or len(self.row_counts(width)) == 1
         return fits and len(lengths) == self.total
-
-    @property
-    def _quarters(self) -> tuple[int, ...]:
-        return (1, 4) if self.widths else (1, 2, 3, 4)
 
     def _per_row(self, width: int) -> int:
         """Count the trajectories of up to `width` tokens in every row but the last, at least."""
@@ -336,7 +333,11 @@ def _layout(
 
 
 def _folded(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
-    """Lay out trees, one row for each group, in the shortest rows that hold all that is left."""
+    """Lay out trees, one row for each group, in the shortest rows that hold all that is left.
+
+    Where these are more than twice as long as the next shorter ones, two microbatches of shorter
+    rows cost less.
+    """
     tokens, lengths = np.asarray(batch.tokens), np.asarray(batch.lengths)
     labels = [np.asarray(x) for x in beside_tokens(batch).values() if x is not None]
     order, shared = shared_prefixes(tokens, lengths, labels)
@@ -355,7 +356,11 @@ def _folded(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
             )
             for length in sizes
         }
-        length = next((x for x, cuts in filled.items() if cuts[-1] == len(order)), sizes[-1])
+        whole = [x for x in sizes if filled[x][-1] == len(order)]
+        length = whole[0] if whole else sizes[-1]
+        shorter = [x for x in sizes if x < length]
+        if whole and shorter and length > 2 * shorter[-1]:
+            length = shorter[-1]
         cuts = filled[length]
         n = cuts[-1]
         row = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
