@@ -18,7 +18,7 @@ CUT = "trainer/packing_efficiency", "trainer/prefix_sharing", "trainer/tflops", 
 
 
 def run(folder, **settings):
-    return train(small(folder, **SETTINGS, **settings))
+    return train(small(folder, **(SETTINGS | settings)))
 
 
 def learnt(folder):
