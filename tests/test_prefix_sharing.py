@@ -73,6 +73,12 @@ def test_what_cannot_share_is_refused_by_name(tmp_path, why):
         train(small(tmp_path, **settings, **REFUSED[why]))
 
 
+def test_a_kernel_of_trees_that_there_are_not_is_refused(tmp_path):
+    settings = {"trainer.prefix_sharing": "off", "trainer.kernels": {"tree_attention": "xla"}}
+    with pytest.raises(ValueError, match="'tree_attention'.='xla' has no effect: no prefixes"):
+        train(small(tmp_path, **settings))
+
+
 @pytest.mark.slow
 def test_turns_in_rows_of_their_own_share_their_history(tmp_path):
     settings = {**TALKS, "generator.step_wise_trajectories": True}

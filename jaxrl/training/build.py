@@ -275,6 +275,9 @@ def make_forward_pass(
         assert isinstance(model, TransformerConfig)
         device = mesh.devices.flat[0]
         kernels.append(kernel_of_some(TREE_ATTENTION, trainer, model, device, role))
+    elif role == "policy" and (named := trainer.kernels.get(TREE_ATTENTION.name)):
+        field = f"trainer.kernels[{TREE_ATTENTION.name!r}]={named!r}"
+        raise ValueError(f"{field} has no effect: no prefixes are shared ({why}); leave it out")
     names = {choice.operation: choice.name for choice in kernels}
     kernels.append(Choice("prefix_sharing", "off" if why else trainer.prefix_sharing, asked_by=why))
     values = isinstance(model, TransformerConfig) and model.value_head is not None
