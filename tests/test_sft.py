@@ -95,6 +95,21 @@ def test_a_run_leaves_what_it_should(whole):
     assert names == [f"global_step_{n}" for n in (1, 2, 3, 4)]
 
 
+def test_conversations_that_begin_alike_share_it_where_asked(whole, tmp_path):
+    settings = {
+        "trainer.prefix_sharing": "on",
+        "trainer.policy.mesh.fsdp": 2,
+        "trainer.policy.mesh.tensor": 4,
+        "trainer.micro_train_batch_size_per_gpu": 4,
+        "trainer.eval_interval": -1,
+    }
+    trainer = sft(small(tmp_path / "trees", **settings))
+    written = lines(tmp_path / "trees")
+    assert all(line["trainer/prefix_sharing"] > 0.1 for line in written)
+    assert trainer.watch.recompiles == 0
+    assert_close(trainer.state.params, whole[1].state.params)
+
+
 def test_the_export_has_the_loss_that_was_evaluated(whole):
     """Cross-entropy of Hugging Face's model, over the imitated tokens of all conversations."""
     import torch

@@ -22,7 +22,8 @@ _READ = """
     trainer.ckpt_interval trainer.hf_save_interval trainer.export_path trainer.bf16 trainer.epochs
     trainer.max_training_steps trainer.train_batch_size trainer.micro_* trainer.use_sample_packing
     trainer.packed_length trainer.few_shapes trainer.max_tokens_per_microbatch trainer.eval_*
-    trainer.flash_attn trainer.kernels* trainer.expert_exchange trainer.disable_fast_tokenizer
+    trainer.prefix_sharing trainer.flash_attn trainer.kernels* trainer.expert_exchange
+    trainer.disable_fast_tokenizer
     trainer.project_name trainer.run_name trainer.logger trainer.compilation_cache_path
     trainer.rope_* trainer.strategy
     trainer.watching.display

@@ -336,8 +336,8 @@ class TrainerConfig(BaseConfig):
     prefix_sharing: Annotated[str, one_of("auto", "on", "off"), new()] = "auto"
     """Compute once what trajectories begin with alike, in training and scoring: the prompt of a
     group's samples, the turns that step-wise rows repeat. "auto" = in batches whose longest row has
-    128 tokens or more, where more than a fifth of the tokens, padding among them, is saved; "on" =
-    where any is; see docs/prefix_sharing.md."""
+    128 tokens or more, where more than a fifth of the tokens are shared; "on" = where any are; see
+    docs/prefix_sharing.md."""
     flash_attn: Annotated[
         bool | Literal["auto"],
         implemented(

@@ -27,7 +27,7 @@ from jaxrl.data.packing import (
     round_up,
     with_targets,
 )
-from jaxrl.data.prefix_trees import UNSHARED, Sharing, fill_rows, shared_prefixes, tree_rows
+from jaxrl.data.prefix_trees import UNSHARED, Sharing, alike, fill_rows, shared_prefixes, tree_rows
 from jaxrl.data.routes import OwnRoutes
 from jaxrl.parallel.context import row_length, split_rows
 from jaxrl.types import MOST_SEGMENTS, Array, ModelRows, TrainBatch
@@ -104,7 +104,8 @@ class Microbatching:
 
     def tree_size(self, length: int, width: int) -> int:
         """Return the most trajectories of a microbatch whose rows of trees have `length` tokens."""
-        return min(MAX_PER_ROW * -(-length // self.length(width)) * self.groups, self.total)
+        of_row = max(MAX_PER_ROW * -(-length // self.length(width)), length // width)
+        return min(of_row * self.groups, self.total)
 
     def next_rows(self, left: int, width: int) -> int:
         """Return the rows of the next microbatch, of `left` packed ones that are in none yet.
@@ -184,12 +185,22 @@ def plan_batch(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
     Raises:
         ValueError: see `plan`.
     """
-    flat, sharing = plan(np.asarray(batch.lengths), settings), settings.sharing
-    if sharing is None or int(np.max(batch.lengths)) < sharing.shortest:
+    lengths, sharing = np.asarray(batch.lengths), settings.sharing
+    flat = plan(lengths, settings)
+    if sharing is None or int(lengths.max()) < sharing.shortest:
         return flat
-    trees = _folded(batch, settings)
-    least = (1 - sharing.least) * computed_tokens(flat)
-    return trees if computed_tokens(trees) < least else flat
+    if sharing is UNSHARED:
+        order = np.arange(len(lengths))
+        return _folded(order, lengths, np.zeros_like(order), settings)
+    least, tokens = sharing.least * int(lengths.sum()), np.asarray(batch.tokens)
+    order, shared = shared_prefixes(tokens, lengths)
+    if shared.sum() <= least:  # what lies beside the tokens is larger, and can but part them
+        return flat
+    labels = [np.asarray(x) for x in beside_tokens(batch).values() if x is not None]
+    shared = alike(shared, order, labels)
+    trees = _folded(order, lengths[order], shared, settings)
+    saves = avoided_tokens(trees) > least and computed_tokens(trees) < computed_tokens(flat)
+    return trees if saves else flat
 
 
 def computed_tokens(layouts: Sequence[Layout]) -> int:
@@ -332,19 +343,19 @@ def _layout(
     return Layout(chosen, row, start, (len(rows), length), size)
 
 
-def _folded(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
+def _folded(
+    order: np.ndarray, lengths: np.ndarray, shared: np.ndarray, settings: Microbatching
+) -> list[Layout]:
     """Lay out trees, one row for each group, in the shortest rows that hold all that is left.
 
     Where these are more than twice as long as the next shorter ones, two microbatches of shorter
     rows cost less.
+
+    Args:
+        order, lengths, shared: see `shared_prefixes`; the lengths are in that order.
     """
-    tokens, lengths = np.asarray(batch.tokens), np.asarray(batch.lengths)
-    labels = [np.asarray(x) for x in beside_tokens(batch).values() if x is not None]
-    order, shared = shared_prefixes(tokens, lengths, labels)
-    if settings.sharing is UNSHARED:
-        shared = np.zeros_like(shared)
     width, layouts = settings.width(int(lengths.max())), []
-    sizes, lengths = settings.tree_lengths(width), lengths[order]
+    sizes = settings.tree_lengths(width)
     while len(order):
         filled = {
             length: fill_rows(
@@ -359,7 +370,8 @@ def _folded(batch: TrainBatch, settings: Microbatching) -> list[Layout]:
         whole = [x for x in sizes if filled[x][-1] == len(order)]
         length = whole[0] if whole else sizes[-1]
         shorter = [x for x in sizes if x < length]
-        if whole and shorter and length > 2 * shorter[-1]:
+        compiling = settings.sharing is UNSHARED  # for each length
+        if whole and shorter and length > 2 * shorter[-1] and not compiling:
             length = shorter[-1]
         cuts = filled[length]
         n = cuts[-1]

@@ -28,7 +28,7 @@ class Sharing(NamedTuple):
     """Say when trajectories share what they begin with.
 
     Attributes:
-        least: share of the tokens, padding among them, that must be saved at least; more than it.
+        least: more than this share of the trajectories' tokens must be saved.
         shortest: tokens of a batch's longest trajectory from which on it is tried: attention goes
             by blocks of so many, in which short trees would mostly meet strangers.
     """
@@ -41,9 +41,7 @@ SHARING = {"auto": Sharing(0.2, 128), "on": Sharing(0.0)}
 UNSHARED = Sharing(-np.inf)  # rows of trees in which nothing is shared: to compile for them
 
 
-def shared_prefixes(
-    tokens: np.ndarray, lengths: np.ndarray, labels: Sequence[np.ndarray] = ()
-) -> tuple[np.ndarray, np.ndarray]:
+def shared_prefixes(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return trajectories in the order of their tokens, and how many each shares with the last.
 
     Example: tokens [[5, 8, 0], [5, 6, 7], [5, 6, 9]], lengths [2, 3, 3] give the order [1, 2, 0]
@@ -51,20 +49,34 @@ def shared_prefixes(
 
     Args:
         tokens: [B, T]; lengths: [B].
-        labels: [B, T, ...] each, of a token: where they differ nothing is shared.
 
     Returns:
         order [B], shared [B].
     """
-    known = [np.ascontiguousarray(x) for x in (tokens.astype(">i4"), *labels)]
-    marks = np.concatenate([x.view(np.uint8).reshape(*tokens.shape, -1) for x in known], axis=2)
+    marks = tokens.astype(">i4")  # whose bytes are in the order of numbers
     keys = [row[:n].tobytes() for row, n in zip(marks, lengths, strict=True)]
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
     one, other = order[1:], order[:-1]
-    same = (marks[one] == marks[other]).all(axis=2)
+    same = tokens[one] == tokens[other]
     same &= np.arange(tokens.shape[1]) < np.minimum(lengths[one], lengths[other])[:, None]
     shared = np.logical_and.accumulate(same, axis=1).sum(axis=1)
     return order, np.concatenate([[0], shared])
+
+
+def alike(shared: np.ndarray, order: np.ndarray, labels: Sequence[np.ndarray]) -> np.ndarray:
+    """Return how many of the shared tokens [B] have the same labels, from the first on.
+
+    Args:
+        labels: [B, T, ...] each, of a token.
+    """
+    found = shared.copy()
+    for place in np.flatnonzero(shared):
+        one, other = order[place], order[place - 1]
+        for x in labels:
+            n = found[place]
+            same = (x[one, :n] == x[other, :n]).reshape(n, -1).all(axis=1)
+            found[place] = n if same.all() else int(np.argmin(same))
+    return found
 
 
 def fill_rows(

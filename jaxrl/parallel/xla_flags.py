@@ -9,10 +9,11 @@ asynchronous already. Flags for what is left await a TPU to measure them on.
 
 Considered for GPUs, and left as XLA has them: `--xla_gpu_deterministic_ops` and
 `--xla_gpu_exclude_nondeterministic_ops`. They make the sum of the embedding's gradient, the one
-scatter of a step, the same in every run. But that scatter has been a loop over the tokens, one at a
-time (https://github.com/openxla/xla/pull/17886), and then wrong at index 0
-(https://github.com/openxla/xla/pull/31063); the first flag also turns autotuning off. So they are
-the user's choice: where `jaxrl doctor` finds a resumed step that differs it names the flag.
+scatter of a step of flat rows (prefix trees have more), the same in every run. But that scatter has
+been a loop over the tokens, one at a time (https://github.com/openxla/xla/pull/17886), and then
+wrong at index 0 (https://github.com/openxla/xla/pull/31063); the first flag also turns autotuning
+off. So they are the user's choice: where `jaxrl doctor` finds a resumed step that differs it names
+the flag.
 """
 
 import importlib.metadata

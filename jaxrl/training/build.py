@@ -203,6 +203,15 @@ def attention_kernel(
     return PACKED_ATTENTION.choose(facts_of(device, DTYPES[dtype], model, packed), named)
 
 
+def tree_kernel(
+    trainer: cfg.TrainerConfig, model: TransformerConfig, device: Any, role: str
+) -> Choice:
+    """Choose the kernel of a role's attention in rows of trees, see `attention_kernel`."""
+    if trainer.flash_attn is not True and not trainer.kernels.get(TREE_ATTENTION.name):
+        return Choice(TREE_ATTENTION.name, REFERENCE, asked_by="trainer.flash_attn=False")
+    return kernel_of_some(TREE_ATTENTION, trainer, model, device, role)
+
+
 def kernel_of_some(
     operation: Operation,
     trainer: cfg.TrainerConfig,
@@ -273,8 +282,7 @@ def make_forward_pass(
     sharing, why = prefix_sharing(config, model, placement, role)
     if not why:
         assert isinstance(model, TransformerConfig)
-        device = mesh.devices.flat[0]
-        kernels.append(kernel_of_some(TREE_ATTENTION, trainer, model, device, role))
+        kernels.append(tree_kernel(trainer, model, mesh.devices.flat[0], role))
     elif role == "policy" and (named := trainer.kernels.get(TREE_ATTENTION.name)):
         field = f"trainer.kernels[{TREE_ATTENTION.name!r}]={named!r}"
         raise ValueError(f"{field} has no effect: no prefixes are shared ({why}); leave it out")
@@ -358,6 +366,11 @@ def prefix_sharing(
             raise ValueError(f"trainer.prefix_sharing='on': {why}; set it to 'off'")
         if holds:
             return None, why
+    device = placement.mesh.devices.flat[0]
+    if asked == "auto" and device.platform != "cpu" and isinstance(model, TransformerConfig):
+        choice = tree_kernel(trainer, model, device, role)
+        if choice.name == REFERENCE and not trainer.kernels.get(TREE_ATTENTION.name):
+            return None, f"without a kernel it would be slow: {choice}"
     alone = generator.n_samples_per_prompt == 1 and not generator.step_wise_trajectories
     if asked == "auto" and alone:
         return None, "a prompt has one sample, in one row"

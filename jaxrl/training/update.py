@@ -382,12 +382,12 @@ def every_way(users: Sequence["Updater | ForwardPass"], width: int) -> Iterator[
         width: tokens of the longest trajectory.
     """
     cuts = [user.microbatching for user in users]
-    trees = any(cut.sharing is not None and width >= cut.sharing.shortest for cut in cuts)
+    shares = [cut.sharing is not None and width >= cut.sharing.shortest for cut in cuts]
 
     def ways() -> Iterator[None]:
-        for sharing in (None, UNSHARED) if trees else (None,):
-            for user, cut in zip(users, cuts, strict=True):
-                user.microbatching = dataclasses.replace(cut, sharing=sharing)
+        for sharing in (None, UNSHARED) if any(shares) else (None,):
+            for user, cut, may in zip(users, cuts, shares, strict=True):
+                user.microbatching = dataclasses.replace(cut, sharing=sharing if may else None)
             yield
 
     try:

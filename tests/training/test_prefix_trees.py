@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jaxrl.data.microbatches import avoided_tokens, plan_batch
-from jaxrl.data.prefix_trees import SHARING
+from jaxrl.data.prefix_trees import SHARING, UNSHARED
 from jaxrl.losses import LOSSES
 from jaxrl.models.architecture import Experts
 from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.training.objective import merge_metrics
+from jaxrl.training.update import every_way
 from jaxrl.types import TrainBatch
 from tests.test_invariance import algorithm_of, centred, reinforce, user_losses
 from tests.training.test_critic import make_updater as critic_updater
@@ -243,4 +244,18 @@ def test_replayed_experts_part_trajectories():
     algorithm, batch = algorithm_with(), batch.replace(routes=same)
     assert_equal(algorithm, batch, model=MIXED, replay="rollout")
     shared = gradients(algorithm, batch, model=MIXED, replay="rollout", sharing=SHARING["on"])[2]
-    assert shared == gradients(algorithm, groups(), sharing=SHARING["on"])[2] - 7
+    # it stands between two others of its group, and has 4 of the prompt's 11 tokens from each
+    assert shared == gradients(algorithm, groups(), sharing=SHARING["on"])[2] - 2 * 7
+
+
+def test_a_role_that_cannot_share_is_not_compiled_for_trees():
+    """Beside one that can, such as a critic whose layers keep a state."""
+    can, _, _ = make_updater(algorithm_with(), microbatch_rows=8, sharing=SHARING["on"])
+    cannot, _, _ = make_updater(algorithm_with(), microbatch_rows=8)
+    short, _, _ = make_updater(algorithm_with(), microbatch_rows=8, sharing=SHARING["auto"])
+    users = [can, cannot, short]
+    before = [user.microbatching.sharing for user in users]
+    with every_way(users, WIDTH) as ways:
+        found = [[user.microbatching.sharing for user in users] for _ in ways]
+    assert found == [[None] * 3, [UNSHARED, None, None]]
+    assert [user.microbatching.sharing for user in users] == before

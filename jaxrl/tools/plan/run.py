@@ -15,6 +15,7 @@ from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.config.objective_requirements import has_critic, needs_old_log_probs, needs_reference
 from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.data.packing import empty_batch
+from jaxrl.data.prefix_trees import UNSHARED
 from jaxrl.models import hf
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import attach, with_token_keys
@@ -264,7 +265,12 @@ class Run:
             params: all of the model; trained: those with a gradient.
             at: placement of the parameters.
         """
-        cut = flat(updater.microbatching)
+        cut = updater.microbatching
+        if cut.sharing is not None and updater.options.get("routers"):
+            # what is known of routers is of trajectories, of which trees have more
+            cut = dataclasses.replace(cut, sharing=UNSHARED)
+        else:
+            cut = flat(cut)
         batch = self.batch(cut, done=True)
         if updater is not self.updater:
             batch = without_policy(batch)
@@ -281,7 +287,7 @@ class Run:
 
 
 def flat(cut: Microbatching) -> Microbatching:
-    """Return a cut into flat rows; those of trees have no more tokens."""
+    """Return a cut into flat rows; those of trees take no more memory."""
     return dataclasses.replace(cut, sharing=None)
 
 
