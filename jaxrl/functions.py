@@ -222,6 +222,16 @@ def import_call(path: str, kind: str) -> Function:
     return functools.partial(func, **arguments)
 
 
+def keyword_defaults(func: Function) -> dict[str, Any]:
+    """Return the hyperparameters of a loss or an estimator: keyword-only, with their defaults."""
+    parameters = inspect.signature(func).parameters.values()
+    return {
+        p.name: p.default
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+    }
+
+
 def origin(func: Function) -> str:
     """Return where a function was written: "my_pkg.my_module:my_loss"."""
     return f"{getattr(innermost(func), '__module__', None)}:{qualname(func)}"

@@ -10,8 +10,8 @@ class Estimator(NamedTuple):
     Attributes:
         fn: see `jaxrl.advantages`.
         formula: (settings, what a group is) -> the advantage of a token with the numbers of a
-            config, for the objective card. Settings are gamma, lambd, grpo_norm_by_std, epsilon and
-            the `advantage_kwargs`.
+            config, for the objective card. Settings are gamma, lambd, grpo_norm_by_std and the
+            function's keyword-only parameters: their defaults, or the `advantage_kwargs`.
         paper: that it is from.
         per_token: rewards or values of each token count, so a trajectory must be one row.
         needs_values: of a critic.

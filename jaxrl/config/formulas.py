@@ -15,6 +15,7 @@ from jaxrl.config.objective_requirements import (
 from jaxrl.config.rollouts import carries
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
+from jaxrl.functions import keyword_defaults
 from jaxrl.losses import LOSSES
 from jaxrl.losses.off_policy import correction_enabled
 
@@ -65,13 +66,6 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
     if ratio_anchor(algorithm) is None:
         return "not used by the loss"
     name, group = algorithm.advantage_estimator, f"G = the {samples} samples of a prompt"
-    settings = {
-        "gamma": algorithm.gamma,
-        "lambd": algorithm.lambd,
-        "grpo_norm_by_std": algorithm.grpo_norm_by_std,
-        "epsilon": "1e-6",
-        **algorithm.advantage_kwargs,
-    }
     row = ROWS.get(name)
     if row is None:
         values = {"gamma": algorithm.gamma, "lambd": algorithm.lambd, **algorithm.advantage_kwargs}
@@ -79,6 +73,14 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
             f"{k}={v:g}" if isinstance(v, float) else f"{k}={v!r}" for k, v in values.items()
         ]
         return f"custom function {name}, {', '.join(numbers)}"
+    settings = {
+        **keyword_defaults(row.fn),
+        "gamma": algorithm.gamma,
+        "lambd": algorithm.lambd,
+        "grpo_norm_by_std": algorithm.grpo_norm_by_std,
+        "epsilon": "1e-6",
+        **algorithm.advantage_kwargs,
+    }
     return f"{name}: {row.formula(settings, group)}"
 
 

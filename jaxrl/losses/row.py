@@ -6,6 +6,8 @@ The config's checks, the objective card, the generated pages and the enum of nam
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from jaxrl.functions import Function, keyword_defaults
+
 Anchor = Literal["old", "rollout"]
 Problem = tuple[str, str]  # field under trainer.algorithm, and what it must be
 
@@ -55,6 +57,15 @@ class Loss(NamedTuple):
     check: Callable[[Any], Iterable[Problem]] = lambda config: ()
     odd: Callable[[Any], Iterable[str]] = lambda config: ()
     odd_alone: Callable[[Any], Iterable[str]] = lambda config: ()
+
+
+def hyperparameters(fn: Function, config: Any) -> dict[str, Any]:
+    """Return those of a loss whose own parameters they are: its defaults, unless a config has more.
+
+    Args:
+        config: its `policy_loss_kwargs` are what it sets.
+    """
+    return {**keyword_defaults(fn), **config.policy_loss_kwargs}
 
 
 def surrogate(config: Any) -> str:
