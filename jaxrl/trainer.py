@@ -90,6 +90,7 @@ from jaxrl.training.objective import step_metrics
 from jaxrl.training.old_log_probs import with_old_log_probs
 from jaxrl.training.optim import init_state
 from jaxrl.training.rewards import (
+    EntropyControl,
     advantages_of,
     make_estimate,
     nan_advantages,
@@ -189,7 +190,9 @@ class Trainer:
         )
         placement = self.policy.placement
         estimator = AdvantageEstimatorRegistry.resolve(trainer.algorithm.advantage_estimator)
-        self.first_memory = first_algorithm_state(estimator, [self, *self.callbacks])
+        self.entropy_control = EntropyControl(trainer.algorithm)
+        keepers = [self.entropy_control, self, *self.callbacks]
+        self.first_memory = first_algorithm_state(estimator, keepers)
         self.optimizer, abstract_state, self.updater = assemble_update(
             self.config,
             self.forward_pass,
@@ -633,14 +636,21 @@ class Trainer:
             self.state, self.metrics = self.state.replace(critic=critic), self.metrics | metrics
 
     def update(self, batch: TrainBatch, step: int) -> None:
-        """Make one optimizer update of the policy per minibatch of whole prompt groups."""
+        """Make one optimizer update of the policy per minibatch of whole prompt groups.
+
+        While the critic warms up the policy stays as it is.
+        """
         trainer, prompts = self.config.trainer, self.config.trainer.policy_mini_batch_size
+        if step <= trainer.critic_warmup_steps:
+            self.finish(step, rows=len(batch.index))
+            return
         rng_path, pending = (trainer.seed, step), []
         critic, ref_params = self.state.critic, self.state.ref_params
         state = self.state.replace(critic=None, ref_params=None)  # the rest of it is donated
         passes = trainer.update_epochs_per_batch
         parts = minibatches_of_step(batch, prompts=prompts, passes=passes, rng_path=rng_path)
-        for minibatch, key, weights, fixed in self.updater.weighted(parts):
+        known = self.entropy_control.known(self.memory)
+        for minibatch, key, weights, fixed in self.updater.weighted(parts, **known):
             params = on_device(self.policy.whole(state.params))
             grads, metrics = self.updater.gradients(params, minibatch, weights, key)
             state, applied = self.updater.step(state, grads)
@@ -675,6 +685,9 @@ class Trainer:
             "kl_coef": np.float32(coef),
         }
         self.state = state.replace(**put(numbers, replicated(self.policy.placement.mesh)))
+        if kept := self.entropy_control.after(self.memory, self.metrics):
+            self.remember(**kept)
+            self.metrics["policy/entropy_coef"] = float(kept["entropy_coef_used"])
         if self.state.ref_params is not None:  # it may have moved
             self.load_reference(self.state.ref_params)
 

@@ -206,6 +206,24 @@ def test_the_cut_changes_nothing_where_the_age_of_tokens_counts():
     assert_invariant(make_updater, algorithm, "token_mean")
 
 
+TERMS = [
+    {"top_entropy_quantile": 0.4},
+    {
+        "opsm_delta": 0.05,
+        "positive_nll_coef": 0.3,
+        "use_unbiased_kl": True,
+        "kl_loss_reduction": "loss",
+    },
+]
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+def test_the_cut_changes_nothing_for_other_terms(terms):
+    algorithm = algorithm_of("regular", **terms)
+    for reduction in ("token_mean", "prompt_mean"):
+        assert_invariant(make_updater, algorithm, reduction)
+
+
 @pytest.mark.parametrize("loss", ["reinforce", "centred"])
 def test_the_cut_changes_nothing_for_a_loss_of_the_minibatch(user_losses, loss):
     cuts = cuts_of(loss, "token_mean")

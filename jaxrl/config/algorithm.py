@@ -25,6 +25,21 @@ class KLCtrlConfig(BaseConfig):
 
 
 @dataclass
+class EntropyCtrlConfig(BaseConfig):
+    """Hold the settings of the controller of entropy_loss_coef."""
+
+    type: Annotated[str, one_of("fixed", "adaptive")] = "fixed"
+    """"fixed", or "adaptive": after a step the coefficient rises by delta where the entropy is at
+    most its target, else it falls, and the term counts below the target alone."""
+    target: Annotated[float, not_negative] = 0.2
+    """Entropy to hold, in nats per sampled token."""
+    delta: Annotated[float, not_negative] = 0.005
+    """Change of the coefficient in a step."""
+    max_coef: Annotated[float, not_negative] = 1.0
+    """Largest coefficient."""
+
+
+@dataclass
 class SAPOConfig(BaseConfig):
     """Hold the settings of the policy loss sapo."""
 
@@ -117,6 +132,11 @@ class OverlongBufferConfig(BaseConfig):
 class OffPolicyCorrectionConfig(BaseConfig):
     """Hold the settings of corrections by w = exp(old_log_probs - rollout_log_probs)."""
 
+    preset: Annotated[
+        str | None, one_in("jaxrl.losses.off_policy:PRESETS", or_none=True), new()
+    ] = None
+    """A correction by its name in the field, such as "icepop", "seq_mis" or "geo_rs_token_tis",
+    which stands for values of the fields below: docs/off_policy.md has the table."""
     tis_ratio_type: Annotated[str | None, one_of(None, "token", "sequence")] = None
     """Truncated importance weights: "token", "sequence" or None."""
     token_tis_ratio_clip_high: float = 2.0
@@ -145,6 +165,13 @@ class OffPolicyCorrectionConfig(BaseConfig):
         None
     )
     """Drop tokens with w above this."""
+    rollout_is_batch_normalize: Annotated[bool, new()] = False
+    """Divide the weights by their mean over the minibatch, after they are bounded."""
+    rollout_rs: Annotated[str | None, new()] = None
+    """Drop tokens or sequences by verl's grid, e.g. "token_k1" or "seq_mean_k3,seq_max_k2"."""
+    rollout_rs_threshold: Annotated[str | float | None, new()] = None
+    """For each of rollout_rs, with commas: bounds of the ratio for k1, "0.5_2.0", else an upper
+    one, "0.01"."""
     renormalize: Annotated[bool, new()] = False
     """Count only the tokens that are left in the mean; false keeps the weight of each token."""
 
@@ -166,17 +193,26 @@ class AlgorithmConfig(BaseConfig):
     kl_estimator_type: Annotated[str, one_in("jaxrl.losses.kl:KL_ESTIMATORS"), _OVER_MINIBATCH] = (
         "k3"
     )
-    """"k1", "k2", "k3" or "abs", http://joschu.net/blog/kl-approx.html."""
+    """"k1", "k2", "k3", "k3+" (value of k3, gradient of k2) or "abs",
+    http://joschu.net/blog/kl-approx.html."""
     use_kl_in_reward: Annotated[bool, implemented("excludes use_kl_loss")] = False
     """Subtract the KL to the reference model from the rewards."""
     use_kl_loss: Annotated[bool, _OVER_MINIBATCH] = True
     """Add the KL to the reference model to the loss."""
     kl_loss_coef: Annotated[float, not_negative, _OVER_MINIBATCH] = 0.001
     """Coefficient of the KL term."""
+    use_unbiased_kl: Annotated[bool, new()] = False
+    """Multiply the KL in the loss by the ratio to the old policy, so that its value and gradient
+    are those of the KL on tokens of that policy, https://arxiv.org/abs/2512.02556 (eq. 7)."""
+    kl_loss_reduction: Annotated[str, one_of("sequence_mean", "loss"), new()] = "sequence_mean"
+    """How the KL in the loss is averaged: "sequence_mean", as in SkyRL, or "loss", as
+    loss_reduction says."""
     use_entropy_loss: Annotated[bool, _OVER_MINIBATCH] = False
     """Subtract the policy's entropy from the loss."""
     entropy_loss_coef: Annotated[float, not_negative, _OVER_MINIBATCH] = 0.01
-    """Coefficient of the entropy term."""
+    """Coefficient of the entropy term; with an adaptive entropy_ctrl the first one."""
+    entropy_ctrl: Annotated[EntropyCtrlConfig, new()] = field(default_factory=EntropyCtrlConfig)
+    """Controller of the coefficient of the entropy, https://arxiv.org/abs/2505.22312."""
     router_balance_loss_coef: Annotated[float, not_negative, new()] = 0.0
     """Coefficient of the balance of each trajectory's load over the experts of a layer, which is 1
     where all have the same."""
@@ -198,6 +234,16 @@ class AlgorithmConfig(BaseConfig):
     """A built-in or registered name, or "my_pkg.my_module:my_loss"."""
     policy_loss_kwargs: Annotated[dict[str, Any], new()] = field(default_factory=dict)
     """Keyword-only hyperparameters of the policy loss function."""
+    top_entropy_quantile: Annotated[float, between("(0, 1]", "1.0 is all tokens"), new()] = 1.0
+    """Share of a minibatch's sampled tokens that have a policy loss: those of highest entropy, e.g.
+    0.2, https://arxiv.org/abs/2506.01939."""
+    opsm_delta: Annotated[float | None, new()] = None
+    """Off-policy sequence masking: rows of negative advantage have no policy loss where the policy
+    finds them less likely than the sampler did, by more than this per token on average, e.g. 0.5,
+    https://arxiv.org/abs/2512.02556 (eq. 9); None = off."""
+    positive_nll_coef: Annotated[float, not_negative, new()] = 0.0
+    """Coefficient of the negative log-likelihood of rows with a reward above 0, averaged over their
+    tokens, e.g. 0.1, https://arxiv.org/abs/2504.05118."""
     loss_reduction: Annotated[
         str,
         one_in("jaxrl.losses.reduction:REDUCTIONS"),

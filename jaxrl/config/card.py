@@ -9,16 +9,23 @@ from jaxrl.config.formulas import (
     advantage_line,
     controller_lines,
     correction_lines,
+    entropy_lines,
     kl_lines,
     loss_lines,
     reduction_line,
     reference_lines,
     sampler_lines,
+    token_lines,
     value_lines,
 )
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
 from jaxrl.config.model import OptimizerConfig
-from jaxrl.config.objective_requirements import has_critic, kl_in_loss, reduces_by_itself
+from jaxrl.config.objective_requirements import (
+    entropy_is_adaptive,
+    has_critic,
+    kl_in_loss,
+    reduces_by_itself,
+)
 from jaxrl.config.placement import batch_groups
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig
@@ -79,13 +86,14 @@ def _parts(config: TrainConfig, num_devices: int, platform: Sequence[str]) -> Pa
     algorithm = trainer.algorithm
     return [
         ("minimise", [_minimise(config)]),
-        ("policy loss", loss_lines(trainer)),
+        ("policy loss", [*loss_lines(trainer), *token_lines(algorithm)]),
         ("advantage", [advantage_line(algorithm, samples), *_normalised(algorithm)]),
         ("reduction", [reduction_line(config)]),
         ("correction", correction_lines(algorithm.off_policy_correction)),
         ("sampler", sampler_lines(config)),
         ("KL", [*kl_lines(config), *controller_lines(config), *reference_lines(trainer)]),
-        ("entropy", ["H = sum_bt m_bt H_bt / sum m" if algorithm.use_entropy_loss else "off"]),
+        ("entropy", entropy_lines(algorithm)),
+        ("right rows", _positive(algorithm)),
         ("router", _router(algorithm)),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),
         ("filters", _filters(config)),
@@ -130,7 +138,9 @@ def _minimise(config: TrainConfig) -> str:
     algorithm = config.trainer.algorithm
     weight = "c_bt w_bt" if correction_enabled(algorithm.off_policy_correction) else "w_bt"
     kl = f" + {algorithm.kl_loss_coef:g} KL" if kl_in_loss(algorithm) else ""
-    entropy = f" - {algorithm.entropy_loss_coef:g} H" if algorithm.use_entropy_loss else ""
+    coef = "e" if entropy_is_adaptive(algorithm) else f"{algorithm.entropy_loss_coef:g}"
+    entropy = f" - {coef} H" if algorithm.use_entropy_loss else ""
+    positive = f" + {nll:g} NLL" if (nll := algorithm.positive_nll_coef) else ""
     router = "".join(
         f" + {coef:g} {name}"
         for coef, name in (
@@ -141,7 +151,13 @@ def _minimise(config: TrainConfig) -> str:
     )
     shapes = "(minibatch of B rows b, tokens t, loss mask m)"
     loss = "l" if reduces_by_itself(config) else f"sum_bt {weight} l_bt"
-    return f"{loss}{kl}{entropy}{router}      {shapes}"
+    return f"{loss}{kl}{entropy}{positive}{router}      {shapes}"
+
+
+def _positive(algorithm: AlgorithmConfig) -> list[str]:
+    if not algorithm.positive_nll_coef:
+        return []
+    return ["NLL = mean of -log_probs over the tokens of rows with sum_t r_t > 0"]
 
 
 def _router(algorithm: AlgorithmConfig) -> list[str]:

@@ -104,15 +104,19 @@ def one_of(*choices: Any, later: Iterable[Any] = ()) -> Constraint:
     return Constraint(lambda field, value: check_choice(field, value, choices, later))
 
 
-def one_in(table: str, later: Iterable[Any] = ()) -> Constraint:
+def one_in(table: str, later: Iterable[Any] = (), *, or_none: bool = False) -> Constraint:
     """Require an entry of a table of another module, "jaxrl.losses.kl:KL_ESTIMATORS".
 
     The module is imported when a value is checked: those that compute take seconds.
+
+    Args:
+        or_none: None will do, too.
     """
     module, _, name = table.partition(":")
 
     def check(field: str, value: Any) -> None:
-        check_choice(field, value, getattr(importlib.import_module(module), name), later)
+        if value is not None or not or_none:
+            check_choice(field, value, getattr(importlib.import_module(module), name), later)
 
     return Constraint(check)
 

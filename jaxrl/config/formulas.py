@@ -4,6 +4,7 @@ from jaxrl.advantages import ROWS
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.config.objective_requirements import (
     corrects_for_sampler,
+    entropy_is_adaptive,
     loss_row,
     needs_old_log_probs,
     needs_reference,
@@ -17,19 +18,30 @@ from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.functions import keyword_defaults
 from jaxrl.losses import LOSSES
-from jaxrl.losses.off_policy import correction_enabled
+from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
 
 _KL = {
     "k1": "d",
     "k2": "d^2 / 2",
     "k3": "exp(-d) + d - 1",
+    "k3+": "d^2 / 2 - sg[d^2 / 2] + sg[exp(-d) + d - 1]",
     "abs": "|d|",
 }
 _KL_GRADIENT = {  # of the estimate as a loss, in expectation over the policy's own tokens
     "k1": ["its gradient is 0 in expectation: it does not know ref"],
     "k2": ["its gradient is that of KL(policy | ref)"],
     "k3": ["its gradient is that of KL(ref | policy)"],
+    "k3+": ["its gradient is that of KL(policy | ref)"],
     "abs": [],
+}
+
+
+_STATISTICS = {"k1": "-log v", "k2": "(log v)^2 / 2", "k3": "v - 1 - log v"}
+_REJECTED = {
+    "token": "tokens with {}",
+    "seq_sum": "rows with sum_t {}",
+    "seq_mean": "rows with mean_t {}",
+    "seq_max": "rows with max_t {}",
 }
 
 
@@ -168,6 +180,12 @@ def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:
     if correction.sequence_mask_metric == "product":
         bounds = f"[{correction.product_mask_low:g}, {correction.product_mask_high:g}]"
         lines.append(f"c = 0 for rows with product of v outside {bounds}")
+    if correction.rollout_is_batch_normalize:
+        lines.append("c is divided by its mean")
+    for option, (low, high) in rejection_bounds(correction).items():
+        where, statistic = _REJECTED[option.rsplit("_", 1)[0]], _STATISTICS[option[-2:]]
+        within = f"[{low:g}, {high:g}]" if option.endswith("k1") else f"[0, {high:g}]"
+        lines.append(f"c = 0 for {where.format(statistic)} outside {within}")
     if lines:
         counted = "left" if correction.renormalize else "of m, dropped or not"
         lines.insert(
@@ -182,12 +200,43 @@ def kl_lines(config: TrainConfig) -> list[str]:
     kind, coef = algorithm.kl_estimator_type, algorithm.kl_loss_coef
     if algorithm.use_kl_loss and coef:
         estimate = f"{kind} = {_KL[kind]}, d = log_probs - ref_log_probs"
-        return [f"KL = mean_b mean_t {kind}, {estimate}", *_KL_GRADIENT[kind]]
+        mean = "sum_bt w_bt" if algorithm.kl_loss_reduction == "loss" else "mean_b mean_t"
+        if not algorithm.use_unbiased_kl:
+            return [f"KL = {mean} {kind}, {estimate}", *_KL_GRADIENT[kind]]
+        ratio = "r = exp(log_probs - old_log_probs)"
+        return [f"KL = {mean} r {kind}, {estimate}, {ratio}", *_KL_GRADIENT["k2"]]
     if not (algorithm.use_kl_in_reward and coef):
         return ["off"]
     return [
         f"in the rewards: r_t - beta {kind}_t, {kind} = {_KL[kind]}, "
         "d = old_log_probs - ref_log_probs"
+    ]
+
+
+def token_lines(algorithm: AlgorithmConfig) -> list[str]:
+    """Say which tokens have no policy loss, beside those that the correction drops."""
+    lines = []
+    if (delta := algorithm.opsm_delta) is not None:
+        lines.append(
+            f"l = 0 where A < 0 and mean_t (rollout_log_probs - log_probs) > {delta:g}, per row"
+        )
+    if (share := algorithm.top_entropy_quantile) < 1:
+        lines.append(f"l = 0 but for the {share:g} of the minibatch's tokens of highest entropy")
+    return lines
+
+
+def entropy_lines(algorithm: AlgorithmConfig) -> list[str]:
+    """Describe the entropy in the loss, and its coefficient where that is adaptive."""
+    if not algorithm.use_entropy_loss:
+        return ["off"]
+    line, control = "H = sum_bt m_bt H_bt / sum m", algorithm.entropy_ctrl
+    if not entropy_is_adaptive(algorithm):
+        return [line]
+    return [
+        f"{line}; e = {algorithm.entropy_loss_coef:g} at first",
+        f"after each step e + {control.delta:g} if H <= {control.target:g}, else e - "
+        f"{control.delta:g}, in [0, {control.max_coef:g}]; the term counts where H of the step "
+        f"before is <= {control.target:g}",
     ]
 
 

@@ -153,6 +153,7 @@ def wants_old_log_probs(trainer: TrainerConfig) -> bool:
         (ratio_anchor(algorithm) == "old" and updates_per_step(trainer) > 1)
         or correction_enabled(algorithm.off_policy_correction)
         or kl_in_reward(algorithm)
+        or (unbiased_kl_in_loss(algorithm) and updates_per_step(trainer) > 1)
         or "old_log_probs" in _estimator_parameters(algorithm)
     )
 
@@ -160,6 +161,16 @@ def wants_old_log_probs(trainer: TrainerConfig) -> bool:
 def kl_in_loss(algorithm: AlgorithmConfig) -> bool:
     """Return whether the KL to the reference counts as a term of the loss."""
     return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
+
+
+def unbiased_kl_in_loss(algorithm: AlgorithmConfig) -> bool:
+    """Return whether that term is weighed by the ratio to the old policy."""
+    return kl_in_loss(algorithm) and algorithm.use_unbiased_kl
+
+
+def entropy_is_adaptive(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the coefficient of the entropy in the loss changes from step to step."""
+    return algorithm.use_entropy_loss and algorithm.entropy_ctrl.type == "adaptive"
 
 
 def kl_in_reward(algorithm: AlgorithmConfig) -> bool:

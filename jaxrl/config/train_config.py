@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
 from jaxrl.config import overrides
-from jaxrl.config.algorithm import AlgorithmConfig
+from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.config.backend import MeshConfig
 from jaxrl.config.data import DataConfig, SFTConfig
 from jaxrl.config.dataclass_config import BaseConfig, Config
@@ -89,7 +89,8 @@ def resolve(config: Config) -> Config:
     eval_sampling_params = greedy with the same length; generator.rope_* = trainer.rope_*;
     fully_async.num_parallel_generation_workers, if the default = what the batch can keep at work;
     ckpt_path, export_path = checkpoints and exports in the run folder;
-    off_policy_correction = token weights for the deprecated use_tis. What the user set stays, but
+    off_policy_correction = what its preset stands for, or token weights for the deprecated use_tis.
+    What the user set stays, but
     for a leading `~` in a path, which becomes the home folder, and for another name or path of a
     built-in loss or estimator, which becomes the built-in's name.
     """
@@ -118,6 +119,7 @@ def resolve(config: Config) -> Config:
     estimator = AdvantageEstimatorRegistry.builtin_name(algorithm.advantage_estimator)
     algorithm.advantage_estimator = estimator
     correction = algorithm.off_policy_correction
+    _apply_preset(correction)
     if algorithm.use_tis and correction.tis_ratio_type is None:
         correction.tis_ratio_type = "token"
         correction.token_tis_ratio_clip_high = algorithm.tis_imp_ratio_cap
@@ -133,6 +135,25 @@ def resolve(config: Config) -> Config:
     generator.rope_theta = generator.rope_theta or trainer.rope_theta
     _expand_home(config)
     return config
+
+
+def _apply_preset(correction: OffPolicyCorrectionConfig) -> None:
+    """Set what the name of a correction stands for.
+
+    Raises:
+        ValueError: a field says otherwise.
+    """
+    from jaxrl.losses.off_policy import PRESETS  # JAX: a second
+
+    usual = OffPolicyCorrectionConfig()
+    for name, value in PRESETS.get(correction.preset or "", {}).items():
+        if (found := getattr(correction, name)) not in (getattr(usual, name), value):
+            raise ValueError(
+                f"trainer.algorithm.off_policy_correction.{name}={found!r}: preset="
+                f"{correction.preset!r} stands for {value!r}; leave that out, or set the preset's "
+                "fields by themselves"
+            )
+        setattr(correction, name, value)
 
 
 def _fit_workers(trainer: TrainerConfig) -> None:

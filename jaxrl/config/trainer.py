@@ -290,6 +290,9 @@ class TrainerConfig(BaseConfig):
     """Prompts per step."""
     policy_mini_batch_size: Annotated[int, positive] = 256
     """Prompts per optimizer update."""
+    critic_warmup_steps: Annotated[int, not_negative, new()] = 0
+    """First steps in which the critic alone is trained, until critic/explained_variance has
+    settled, https://arxiv.org/abs/2503.01491."""
     critic_mini_batch_size: Annotated[
         int, positive, implemented(only_with="trainer.critic.model.path")
     ] = 256

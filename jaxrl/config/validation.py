@@ -33,6 +33,7 @@ from jaxrl.config.objective_requirements import (
     reduces_by_itself,
     requires_values,
     takes_values,
+    unbiased_kl_in_loss,
 )
 from jaxrl.config.oddities import warn_of_oddities
 from jaxrl.config.placement import batch_groups, check_mesh, check_placement, check_processes
@@ -47,7 +48,8 @@ from jaxrl.config.rollouts import (
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
 from jaxrl.losses import LOSSES, ROWS
-from jaxrl.losses.off_policy import correction_enabled
+from jaxrl.losses.kl import UNBIASED
+from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
 from jaxrl.registry.bind import check_pure_functions, make_policy_loss
 
@@ -408,6 +410,7 @@ def check_objective(config: TrainConfig) -> None:
     _check_loss(algorithm)
     _check_reduction(algorithm)
     _check_kl(algorithm)
+    _check_terms(config)
     _check_old_log_probs(algorithm)
     _check_correction(algorithm)
     _check_log_probs(config)
@@ -472,6 +475,29 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
             if not (value := getattr(algorithm.kl_ctrl, name)) > 0:
                 fail(f"{_ALGORITHM}.kl_ctrl.{name}", value, "must be > 0, e.g. 0.1 and 10000")
 
+    kind = algorithm.kl_estimator_type
+    if unbiased_kl_in_loss(algorithm) and kind not in UNBIASED:
+        fix = f"use_unbiased_kl weighs an estimate that is unbiased; set {' or '.join(UNBIASED)}"
+        fail(f"{_ALGORITHM}.kl_estimator_type", kind, fix)
+
+
+def _check_terms(config: TrainConfig) -> None:
+    """Refuse settings of terms that have no effect, or not the one that is meant."""
+    algorithm = config.trainer.algorithm
+    anchored = ratio_anchor(algorithm) is not None
+    if algorithm.opsm_delta is not None and not anchored:
+        fix = f"policy_loss_type={loss_name(algorithm)!r} uses no advantages; set None"
+        fail(f"{_ALGORITHM}.opsm_delta", algorithm.opsm_delta, fix)
+    if algorithm.entropy_ctrl.type == "adaptive" and not algorithm.use_entropy_loss:
+        fix = "has no effect without use_entropy_loss; set that, or 'fixed'"
+        fail(f"{_ALGORITHM}.entropy_ctrl.type", "adaptive", fix)
+    if algorithm.positive_nll_coef and config.generator.step_wise_trajectories:
+        fix = (
+            "rows with a reward are the last ones of their trajectories alone where "
+            "generator.step_wise_trajectories; set 0.0, or that to False"
+        )
+        fail(f"{_ALGORITHM}.positive_nll_coef", algorithm.positive_nll_coef, fix)
+
 
 def _check_old_log_probs(algorithm: AlgorithmConfig) -> None:
     """Refuse a correction where the sampler's log-probs are the old ones: it would be 1."""
@@ -511,6 +537,15 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         value, fix = (low if high is None else high), "the token mask has two bounds; set also"
         fail(field, value, f"{fix} token_mask_is_threshold_{other}, or neither")
     _check_bands(correction)
+    if (threshold := correction.rollout_rs_threshold) is not None and correction.rollout_rs is None:
+        fail(f"{_CORRECTION}.rollout_rs_threshold", threshold, "has no effect without rollout_rs")
+    if correction.rollout_is_batch_normalize and correction.tis_ratio_type is None:
+        field = f"{_CORRECTION}.rollout_is_batch_normalize"
+        fail(field, True, "has no effect without tis_ratio_type: there are no weights")
+    try:
+        rejection_bounds(correction)
+    except ValueError as error:
+        raise ValueError(f"{_CORRECTION}.{error}") from error
 
 
 def _check_use_tis(algorithm: AlgorithmConfig) -> None:
@@ -567,6 +602,8 @@ def _check_log_probs(config: TrainConfig) -> None:
         fail(f"{_ALGORITHM}.policy_loss_type", algorithm.policy_loss_type, fix)
     if correction_enabled(algorithm.off_policy_correction):
         fail(_CORRECTION, "on", f"{without}; turn it off")
+    if algorithm.opsm_delta is not None:
+        fail(f"{_ALGORITHM}.opsm_delta", algorithm.opsm_delta, f"{without}; set None")
 
 
 def _check_overlong_buffer(config: TrainConfig) -> None:
@@ -630,13 +667,19 @@ def _check_function(name: str, value: str, registry: Any, meant: str | None) -> 
 
 def _check_one_number(config: TrainConfig) -> None:
     algorithm = config.trainer.algorithm
-    if reduces_by_itself(config) and correction_enabled(algorithm.off_policy_correction):
-        fail(
-            f"{_ALGORITHM}.policy_loss_type",
-            algorithm.policy_loss_type,
-            f"it returns one number: {_CORRECTION} weighs the loss of each token and would have no "
-            "effect. Return the loss of each token [B, T], or turn the correction off",
-        )
+    of_tokens = {
+        _CORRECTION: correction_enabled(algorithm.off_policy_correction),
+        f"{_ALGORITHM}.opsm_delta": algorithm.opsm_delta is not None,
+        f"{_ALGORITHM}.top_entropy_quantile": algorithm.top_entropy_quantile < 1,
+    }
+    for field, asked in of_tokens.items():
+        if asked and reduces_by_itself(config):
+            fail(
+                f"{_ALGORITHM}.policy_loss_type",
+                algorithm.policy_loss_type,
+                f"it returns one number: {field} weighs the loss of each token and would have no "
+                "effect. Return the loss of each token [B, T], or turn that off",
+            )
 
 
 def _check_teacher(config: TrainConfig) -> None:
@@ -655,6 +698,9 @@ def _check_critic(config: TrainConfig) -> None:
     trainer, algorithm = config.trainer, config.trainer.algorithm
     field, name = f"{_ALGORITHM}.advantage_estimator", algorithm.advantage_estimator
     if not has_critic(trainer):
+        if trainer.critic_warmup_steps:
+            fix = "has no effect without trainer.critic.model.path; set 0, or that"
+            fail("trainer.critic_warmup_steps", trainer.critic_warmup_steps, fix)
         if requires_values(algorithm):
             fix = (
                 "needs the values of a critic, and trainer.critic.model.path=None; set that, e.g. "

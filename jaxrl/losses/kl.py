@@ -6,9 +6,19 @@ Schulman, http://joschu.net/blog/kl-approx.html.
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import Array, FloatBT, FloatScalar, MaskBT, absolute, clamp, zero_masked
+from jaxrl.array_ops import (
+    Array,
+    FloatBT,
+    FloatScalar,
+    MaskBT,
+    absolute,
+    clamp,
+    safe_exp,
+    zero_masked,
+)
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3+", "abs")
+UNBIASED = ("k1", "k3")  # in expectation over the policy's own tokens they are the KL
 
 
 def approximate_kl(
@@ -20,11 +30,12 @@ def approximate_kl(
         k1  = d                  unbiased; as a loss its gradient does not know pi_ref
         k2  = d^2 / 2
         k3  = exp(-d) + d - 1    unbiased, non-negative; -d clamped to +-20, the result to +-10
+        k3+ = k2 - sg(k2) + sg(k3)           the value of k3 with the gradient of k2, as in verl
         abs = |d|
 
     As a loss, averaged over the policy's own tokens, k3 has the gradient of KL(pi_ref || pi_theta),
     the other direction, and k2 that of KL(pi_theta || pi_ref); the gradient of k1 is 0 in
-    expectation. On tokens of an older policy there is no importance weight.
+    expectation. Tokens of an older policy need an importance weight: `unbiased_kl`.
 
     Args:
         log_probs, ref_log_probs: [B, T] float.
@@ -40,9 +51,12 @@ def approximate_kl(
         kl = delta
     elif kind == "k2":
         kl = jnp.square(delta) / 2
-    elif kind == "k3":
+    elif kind in ("k3", "k3+"):
         exponent = clamp(-delta, -20.0, 20.0)
         kl = clamp(_exp_above_tangent(exponent), -10.0, 10.0)
+        if kind == "k3+":
+            slope = jnp.square(delta) / 2
+            kl = slope + jax.lax.stop_gradient(kl - slope)
     elif kind == "abs":
         kl = absolute(delta)
     else:
@@ -50,6 +64,34 @@ def approximate_kl(
             f"Invalid KL estimator type '{kind}'. Must be one of {list(KL_ESTIMATORS)}"
         )
     return kl if loss_mask is None else kl * loss_mask
+
+
+def unbiased_kl(
+    log_probs: FloatBT,
+    old_log_probs: FloatBT,
+    ref_log_probs: FloatBT,
+    loss_mask: MaskBT | None = None,
+    kind: str = "k3",
+) -> FloatBT:
+    """Weigh the estimate by the ratio, so that value and gradient are those of the KL.
+
+        kl_t = r_t k_t          r_t = pi_theta(a_t | s_t) / pi_old(a_t | s_t), with its gradient
+
+    DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556 (eq. 7), with k3. Averaged over tokens of
+    pi_old both are those of KL(pi_theta || pi_ref) of the next token, however far apart the two
+    policies are, where k is unbiased (k1, k3). At pi_theta = pi_old too: there r is 1, but not its
+    gradient 0, which is what `approximate_kl` leaves out. The log ratio is clamped to +-20.
+
+    Args:
+        log_probs, old_log_probs, ref_log_probs: [B, T] float.
+        loss_mask: [B, T]; what is masked may be NaN.
+        kind: one of `UNBIASED`.
+
+    Returns:
+        [B, T], 0 where masked.
+    """
+    new, old = zero_masked(loss_mask, log_probs, old_log_probs)
+    return safe_exp(new - old) * approximate_kl(log_probs, ref_log_probs, loss_mask, kind)
 
 
 @jax.custom_jvp

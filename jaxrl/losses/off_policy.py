@@ -5,6 +5,8 @@ function of pi_old / pi_rollout, a constant of the batch; the caller multiplies 
 the objective with what comes out.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +15,11 @@ import jax.numpy as jnp
 from jaxrl.array_ops import (
     Array,
     BoolB,
+    BoolBT,
     FloatBT,
     MaskBT,
     assert_per_token,
+    clamp,
     masked_mean,
     masked_sum,
     safe_exp,
@@ -23,6 +27,49 @@ from jaxrl.array_ops import (
 )
 
 Metrics = dict[str, Array]
+
+# Statistics of a token that rejections of verl's grid bound, of x = log w.
+_K: dict[str, Callable[[Array], Array]] = {
+    "k1": lambda x: -x,
+    "k2": lambda x: jnp.square(x) / 2,
+    "k3": lambda x: jnp.expm1(x) - x,
+}
+REJECTIONS = tuple(
+    f"{level}_{k}"
+    for level in ("token", "seq_sum", "seq_mean", "seq_max")
+    for k in _K
+    if (level, k) != ("seq_max", "k1")
+)
+_GEO = {"sequence_mask_metric": "geometric", "geo_mask_low": 0.999, "geo_mask_high": 1.001}
+_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
+_TOKEN_TIS = {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0}
+_SEQ_TIS = {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 2.0}
+# Corrections that the field has a name for, with the thresholds of where they are from.
+PRESETS: dict[str, dict[str, Any]] = {
+    "token_tis": _TOKEN_TIS,
+    "seq_tis": _SEQ_TIS,
+    "icepop": {
+        "tis_ratio_type": "token",
+        "token_tis_ratio_clip_high": 5.0,
+        "token_mask_is_threshold_low": 0.5,
+        "token_mask_is_threshold_high": 5.0,
+    },
+    "seq_mis": {
+        **_SEQ_TIS,
+        "sequence_mask_metric": "product",
+        "product_mask_low": 0.5,
+        "product_mask_high": 2.0,
+    },
+    "geo_rs": _GEO,
+    "geo_rs_token_tis": _GEO | _TOKEN_TIS,
+    "geo_rs_seq_tis": _GEO | _SEQ_TIS,
+    "k3_rs": _K3,
+    "k3_rs_token_tis": _K3 | _TOKEN_TIS,
+    "k3_rs_seq_tis": _K3 | _SEQ_TIS,
+    # NeMo-RL's: rows that are kept have whole weights, which are e^20 at most
+    "seq_mask_tis": _GEO
+    | {"geo_mask_high": 1.002, "tis_ratio_type": "token", "token_tis_ratio_clip_high": 1e9},
+}
 
 
 def correction_enabled(config: Any) -> bool:
@@ -34,6 +81,7 @@ def correction_enabled(config: Any) -> bool:
         config.outlier_token_is_threshold_high,
         config.token_mask_is_threshold_low,
         config.token_mask_is_threshold_high,
+        config.rollout_rs,
     )
     return any(setting is not None for setting in settings)
 
@@ -47,10 +95,14 @@ def off_policy_correction(
         token mask      tokens with token_low <= w_t <= token_high
         weights         "token":    min(w_t, token_cap)
                         "sequence": min(prod_t w_t, sequence_cap)
+                        with rollout_is_batch_normalize divided by their mean
         sequence mask   rows with low <= W <= high;  "geometric": W = (prod_t w_t)^(1/tokens),
                         "product": W = prod_t w_t
+        rejections      of rollout_rs, see `rejection_bounds`: tokens, or rows by the sum, mean or
+                        largest of their tokens, with a statistic within its bounds
 
-    Means and products are over the tokens that the steps before left. Truncated weights: Yao et
+    Means and products are over the tokens that the steps before left, those of the rejections over
+    all of loss_mask. Truncated weights: Yao et
     al., 2025, https://fengyao.notion.site/off-policy-rl; geometric mask and outliers: Liu et al.,
     2025, https://richardli.xyz/rl-collapse. Log ratios are clamped to +-20 before exp. Rows do not
     depend on each other, the metrics apart.
@@ -66,11 +118,12 @@ def off_policy_correction(
         under SkyRL's names (`is_ratio_*` over the tokens of loss_mask).
 
     Raises:
-        ValueError: unknown tis_ratio_type or sequence_mask_metric; one token bound without the
-            other.
+        ValueError: unknown tis_ratio_type, sequence_mask_metric or rollout_rs; one token bound
+            without the other.
     """
     assert_per_token(old_log_probs, rollout_log_probs, mask=loss_mask)
-    mask, old, rollout = zero_masked(loss_mask, loss_mask, old_log_probs, rollout_log_probs)
+    sampled, old, rollout = zero_masked(loss_mask, loss_mask, old_log_probs, rollout_log_probs)
+    mask = sampled
     weights = jnp.ones_like(old)
     if not correction_enabled(config):
         return weights, mask, {}
@@ -86,7 +139,77 @@ def off_policy_correction(
     if config.sequence_mask_metric is not None:
         mask, new = _sequence_mask(log_ratio, mask, config)
         metrics |= new
+    for option, bounds in rejection_bounds(config).items():
+        kept = _within(log_ratio, sampled, option, bounds)
+        mask = mask * kept
+        metrics[f"{option}_masked_ratio"] = masked_mean(~kept, sampled)
     return weights, mask, metrics
+
+
+def rejection_bounds(config: Any) -> dict[str, tuple[float, float]]:
+    """Return the bounds of each statistic of rollout_rs: verl's rejection grid, all of which hold.
+
+        k1 = -log w_t           k2 = (log w_t)^2 / 2           k3 = w_t - 1 - log w_t
+
+    of a token, or their sum, mean or largest in a row. Bounds of k1, "low_high", are those of
+    exp(k1), which is the ratio the other way round, pi_rollout / pi_old; one number is the upper
+    one, and the lower one its inverse. Those of k2 and k3 are upper ones.
+    https://verl.readthedocs.io/en/latest/algo/rollout_corr.html
+
+    Args:
+        config: the OffPolicyCorrectionConfig; rollout_rs and rollout_rs_threshold are lists with
+            commas, the second also one entry for all.
+
+    Raises:
+        ValueError: an unknown statistic, a number of thresholds, or a threshold that is none.
+    """
+    if config.rollout_rs is None:
+        return {}
+    options = config.rollout_rs.replace(" ", "").split(",")
+    if unknown := [name for name in options if name not in REJECTIONS]:
+        known = ", ".join(REJECTIONS)
+        raise ValueError(f"rollout_rs: {unknown[0]!r} is none of {known}")
+    limits = str(config.rollout_rs_threshold).replace(" ", "").split(",")
+    limits = limits * len(options) if len(limits) == 1 else limits
+    if len(limits) != len(options):
+        raise ValueError(
+            f"rollout_rs_threshold={config.rollout_rs_threshold!r}: give one threshold, or one for "
+            f"each of the {len(options)} in rollout_rs"
+        )
+    return {name: _bounds(name, limit) for name, limit in zip(options, limits, strict=True)}
+
+
+def _bounds(option: str, limit: str) -> tuple[float, float]:
+    try:
+        numbers = [float(x) for x in limit.split("_")]
+    except ValueError:
+        numbers = []
+    if option.endswith("k1") and numbers:
+        low, high = [1 / numbers[0], *numbers][-2:] if numbers[0] else (0.0, 0.0)
+        if 0 < low <= 1 <= high and low < high and len(numbers) <= 2:
+            return math.log(low), math.log(high)
+        raise ValueError(
+            f"rollout_rs_threshold={limit!r} of {option!r}: give a band of ratios around 1, such "
+            "as 0.5_2.0, or its upper end"
+        )
+    if len(numbers) != 1 or not numbers[0] > 0:
+        raise ValueError(
+            f"rollout_rs_threshold={limit!r} of {option!r}: give an upper bound > 0, such as 0.01"
+        )
+    return -math.inf, numbers[0]
+
+
+def _within(log_ratio: FloatBT, mask: MaskBT, option: str, bounds: tuple[float, float]) -> BoolBT:
+    level, k = option.rsplit("_", 1)
+    statistic = _K[k](clamp(log_ratio, -20.0, 20.0))
+    if level == "seq_sum":
+        statistic = masked_sum(statistic, mask, -1)[:, None]
+    elif level == "seq_mean":
+        statistic = masked_mean(statistic, mask, -1)[:, None]
+    elif level == "seq_max":
+        statistic = jnp.max(statistic, -1, initial=0.0, where=mask > 0)[:, None]
+    low, high = bounds
+    return jnp.broadcast_to((statistic >= low) & (statistic <= high), mask.shape)
 
 
 def _ratio_metrics(ratio: FloatBT, mask: MaskBT) -> Metrics:
@@ -139,7 +262,11 @@ def _truncated_weights(log_ratio: FloatBT, mask: MaskBT, config: Any) -> tuple[A
             f"off_policy_correction.tis_ratio_type='{config.tis_ratio_type}' must be 'token', "
             "'sequence' or None"
         )
-    return jnp.broadcast_to(jnp.minimum(weights, cap), mask.shape), metrics
+    weights = jnp.minimum(weights, cap)
+    if config.rollout_is_batch_normalize:
+        rows = (mask > 0).any(-1)[:, None].astype(mask.dtype)
+        weights = weights / masked_mean(weights, mask if weights.shape == mask.shape else rows)
+    return jnp.broadcast_to(weights, mask.shape), metrics
 
 
 def _sequence_mask(log_ratio: FloatBT, mask: MaskBT, config: Any) -> tuple[Array, Metrics]:

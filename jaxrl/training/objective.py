@@ -1,10 +1,11 @@
 """The objective of a minibatch, from the outputs of the model to a number: policy and critic.
 
     objective = sum_bt w_bt loss_bt + kl_loss_coef sum_bt k_bt kl_bt - entropy_loss_coef sum_bt e_bt
-    H_bt + router_balance_loss_coef balance + router_z_loss_coef z                (policy)
+    H_bt - positive_nll_coef sum_bt p_bt log_probs_bt
+    + router_balance_loss_coef balance + router_z_loss_coef z                     (policy)
     objective = sum_bt v_bt value_loss_bt                                         (critic)
 
-with weights w, k, e of the whole minibatch; w holds the reduction and the off-policy correction.
+with weights w, k, e, p of the whole minibatch; w holds the reduction and the off-policy correction.
 Only sums are taken afterwards, so the gradient does not depend on the number of microbatches, on
 padding, or on the mesh.
 """
@@ -19,11 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxrl.array_ops import Array, FloatBT, MaskBT, masked_sum
+from jaxrl.array_ops import Array, BoolBT, FloatBT, FloatScalar, MaskBT, masked_sum
+from jaxrl.config.objective_requirements import entropy_is_adaptive
 from jaxrl.data.packing import beside_tokens
-from jaxrl.losses.kl import approximate_kl
+from jaxrl.losses.kl import approximate_kl, unbiased_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
+from jaxrl.losses.opsm import off_policy_sequence_mask
 from jaxrl.losses.reduction import reduction_weights
+from jaxrl.losses.top_entropy import top_entropy_mask
 from jaxrl.losses.value import value_loss
 from jaxrl.parallel import fetch
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords
@@ -50,13 +54,14 @@ class Objective:
     Attributes:
         loss: (*outputs, batch, weights, key) -> (number, metrics); a sum over tokens, which
             microbatches take in parts.
-        weights: minibatch -> (weights of its tokens, metrics), fixed by the whole minibatch.
+        weights: minibatch, and by keyword what the run knows at this step -> (weights of its
+            tokens, metrics), fixed by the whole minibatch.
         sees_whole: minibatch -> whether it is no such sum, and `loss` must see it as a whole.
         reads: which of `OPTIONAL` it looks at.
     """
 
     loss: Callable[..., tuple[Array, Metrics]]
-    weights: Callable[[TrainBatch], tuple[Any, Metrics]]
+    weights: Callable[..., tuple[Any, Metrics]]
     sees_whole: Callable[[TrainBatch], bool] = lambda minibatch: False
     reads: frozenset[str] = frozenset()
 
@@ -73,17 +78,28 @@ class TokenWeights(struct.PyTreeNode):
     policy: FloatBT  # the reduction, times the off-policy correction
     kl: FloatBT  # sequence mean, as SkyRL's
     entropy: FloatBT  # token mean; also the weight of every logged mean
+    kl_as_loss: FloatBT | None = None  # of the KL, where it is averaged as the loss is
+    bonus: FloatBT | None = None  # of the entropy with its coefficient, where this one is adaptive
+    positive: FloatBT | None = None  # mean over the tokens of rows with a reward above 0
 
 
 def minibatch_weights(
-    minibatch: TrainBatch, algorithm: Any, *, block_rows: int
+    minibatch: TrainBatch,
+    algorithm: Any,
+    *,
+    block_rows: int,
+    entropy_coef: FloatScalar | None = None,
 ) -> tuple[TokenWeights, Metrics]:
     """Return the weights of a minibatch, and the metrics of its off-policy correction.
 
     Args:
         minibatch: with old_log_probs if there is a correction.
         block_rows: rows of a block of token_mean_legacy.
+        entropy_coef: of this step, where it is adaptive; None = that of the config.
     """
+    adaptive = entropy_is_adaptive(algorithm)
+    if adaptive and entropy_coef is None:
+        entropy_coef = algorithm.entropy_loss_coef
     settings = algorithm.off_policy_correction
     corrected = correction_enabled(settings)
     log_probs = (minibatch.old_log_probs, minibatch.rollout_log_probs) if corrected else None
@@ -91,21 +107,30 @@ def minibatch_weights(
         minibatch.loss_mask,
         minibatch.index,
         log_probs,
+        np.float32(entropy_coef) if adaptive else None,
+        minibatch.rewards if algorithm.positive_nll_coef else None,
         settings=settings,
+        kl_as_loss=algorithm.use_kl_loss and algorithm.kl_loss_reduction == "loss",
         reduction=algorithm.loss_reduction,
         max_seq_len=algorithm.max_seq_len,
         block_rows=block_rows,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "reduction", "max_seq_len", "block_rows"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("settings", "reduction", "kl_as_loss", "max_seq_len", "block_rows"),
+)
 def _minibatch_weights(
     mask: Array,
     index: Array,
     log_probs: tuple[Array, Array] | None,
+    entropy_coef: FloatScalar | None,
+    rewards: FloatBT | None,
     *,
     settings: Any,
     reduction: str,
+    kl_as_loss: bool,
     max_seq_len: int | None,
     block_rows: int,
 ) -> tuple[TokenWeights, Metrics]:
@@ -114,17 +139,24 @@ def _minibatch_weights(
         correction, kept, metrics = off_policy_correction(*log_probs, mask, settings)
         correction *= kept != 0
         counted = kept if settings.renormalize else mask
-    policy = reduction_weights(
-        counted,
-        reduction,
+    as_loss = functools.partial(
+        reduction_weights,
+        kind=reduction,
         max_seq_len=max_seq_len,
         group_ids=jnp.unique(index, return_inverse=True, size=index.shape[0])[1],
         microbatch_rows=block_rows,
     )
+    token_mean, positive = reduction_weights(mask, "token_mean"), None
+    if rewards is not None:
+        right = mask * (rewards.sum(-1, keepdims=True) > 0)
+        positive = reduction_weights(right, "token_mean")
     weights = TokenWeights(
-        policy=policy * correction,
+        policy=as_loss(counted) * correction,
         kl=reduction_weights(mask, "sequence_mean"),
-        entropy=reduction_weights(mask, "token_mean"),
+        entropy=token_mean,
+        kl_as_loss=as_loss(mask) if kl_as_loss else None,
+        bonus=None if entropy_coef is None else entropy_coef * token_mean,
+        positive=positive,
     )
     return weights, metrics
 
@@ -148,7 +180,8 @@ def policy_objective(algorithm: Any, block_rows: int, routers: tuple[str, ...] =
         array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
         key = jax.eval_shape(lambda: jax.random.key(0))
         loss, _ = jax.eval_shape(policy_loss, array, array, minibatch, key)
-        return loss.ndim == 0 or PolicyLossRegistry.has_batch_statistics(name)
+        of_whole = PolicyLossRegistry.has_batch_statistics(name) or chooses_tokens(algorithm)
+        return loss.ndim == 0 or of_whole
 
     return Objective(
         make_objective(algorithm, policy_loss, routers),
@@ -176,6 +209,9 @@ def make_objective(
             with raised_by(policy_loss.label):
                 result = policy_loss.fn(*positional, **by_name)
             loss, loss_metrics = loss_and_metrics(policy_loss.label, result, log_probs.shape)
+            kept, more = learnt_tokens(algorithm, log_probs, entropy, batch)
+            if kept is not None:
+                loss, loss_metrics = jnp.where(kept, loss, 0), loss_metrics | more
             policy = _reduced(loss, weights.policy, algorithm)
             mean_entropy = masked_sum(entropy, weights.entropy)
             total = policy
@@ -188,14 +224,22 @@ def make_objective(
             }
             if batch.old_log_probs is None or algorithm.old_log_probs == "rollout":
                 metrics |= mismatch(log_probs, batch, weights)
-            if algorithm.use_entropy_loss:
+            if weights.bonus is not None:
+                total -= masked_sum(entropy, weights.bonus)
+            elif algorithm.use_entropy_loss:
                 total -= algorithm.entropy_loss_coef * mean_entropy
             if algorithm.use_kl_loss and batch.ref_log_probs is not None:
-                kl = approximate_kl(
-                    log_probs, batch.ref_log_probs, mask, algorithm.kl_estimator_type
-                )
-                metrics["policy_kl"] = masked_sum(kl, weights.kl)
+                ref, kind = batch.ref_log_probs, algorithm.kl_estimator_type
+                if algorithm.use_unbiased_kl:
+                    kl = unbiased_kl(log_probs, positional[1], ref, mask, kind)
+                else:
+                    kl = approximate_kl(log_probs, ref, mask, kind)
+                of_kl = weights.kl if weights.kl_as_loss is None else weights.kl_as_loss
+                metrics["policy_kl"] = masked_sum(kl, of_kl)
                 total += algorithm.kl_loss_coef * metrics["policy_kl"]
+            if weights.positive is not None:
+                metrics["positive_nll"] = -masked_sum(log_probs, weights.positive)
+                total += algorithm.positive_nll_coef * metrics["positive_nll"]
         metrics["final_loss"] = total
         for name, value in loss_metrics.items():
             metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
@@ -215,6 +259,35 @@ def make_objective(
         return total, jax.lax.stop_gradient(metrics | {"final_loss": total})
 
     return with_router if routers else objective
+
+
+def learnt_tokens(
+    algorithm: Any, log_probs: FloatBT, entropy: FloatBT, batch: TrainBatch
+) -> tuple[BoolBT | None, Metrics]:
+    """Return which tokens [B, T] have a policy loss, None = all, and metrics of it.
+
+    Beside those that the off-policy correction drops: it depends on the policy as it is now.
+    """
+    kept, metrics = None, {}
+    if algorithm.opsm_delta is not None:
+        sampled, advantages = batch.rollout_log_probs, batch.advantages
+        assert sampled is not None  # validation asks for them
+        assert advantages is not None
+        delta = algorithm.opsm_delta
+        mask, metrics = off_policy_sequence_mask(
+            log_probs, sampled, advantages, batch.loss_mask, delta
+        )
+        kept = mask != 0
+    if chooses_tokens(algorithm):
+        share = algorithm.top_entropy_quantile
+        high = top_entropy_mask(entropy, batch.loss_mask, share, batch.row_ids) != 0
+        kept = high if kept is None else kept & high
+    return kept, metrics
+
+
+def chooses_tokens(algorithm: Any) -> bool:
+    """Return whether only some tokens of a minibatch have a policy loss, by their entropy."""
+    return algorithm.top_entropy_quantile < 1
 
 
 class ValueWeights(struct.PyTreeNode):

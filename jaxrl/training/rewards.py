@@ -1,7 +1,7 @@
 """Rewards on their way from the environment to the advantages, and what is learnt from them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,11 @@ import numpy as np
 from jaxrl.advantages.normalize import normalize_advantages
 from jaxrl.array_ops import Array, FloatBT, FloatScalar, MaskBT, masked_mean
 from jaxrl.config import AlgorithmConfig, GeneratorConfig, KLCtrlConfig
+from jaxrl.config.objective_requirements import entropy_is_adaptive
 from jaxrl.data.columns import last_steps, trajectory_numbers
 from jaxrl.data.packing import token_level
 from jaxrl.data.selection import soft_overlong_punishment, zero_variance_groups
+from jaxrl.losses.adaptive_entropy import adaptive_entropy_coef, used_entropy_coef
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
 from jaxrl.registry import bind_estimator
 from jaxrl.types import GeneratorOutput, TrainBatch
@@ -140,6 +142,39 @@ def next_kl_coef(coef: float, metrics: Metrics, control: KLCtrlConfig, rows: int
     target, horizon = control.kl_target, control.horizon
     kl = metrics["loss/avg_kl"]
     return float(adaptive_kl_coef(coef, kl, kl_target=target, horizon=horizon, rows=rows))
+
+
+class EntropyControl:
+    """Keep the coefficient of the entropy in the loss from step to step, where it is adaptive.
+
+    Attributes:
+        initial_state: what it keeps, see `registry.memory`: the coefficient, and the one that the
+            next step uses. In the first step this is 0: its entropy is not known yet.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._settings, adaptive = algorithm.entropy_ctrl, entropy_is_adaptive(algorithm)
+        first = {"entropy_coef": algorithm.entropy_loss_coef, "entropy_coef_used": 0.0}
+        self.initial_state = first if adaptive else {}
+
+    def known(self, memory: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the objective of this step must know, of what is kept."""
+        return {"entropy_coef": memory["entropy_coef_used"]} if self.initial_state else {}
+
+    def after(self, memory: Mapping[str, Any], metrics: Metrics) -> dict[str, Any]:
+        """Return what is kept after a step with these metrics; {} where nothing is."""
+        if not self.initial_state or "policy/policy_entropy" not in metrics:
+            return {}
+        control, entropy = self._settings, metrics["policy/policy_entropy"]
+        coef = adaptive_entropy_coef(
+            memory["entropy_coef"],
+            entropy,
+            target=control.target,
+            delta=control.delta,
+            maximum=control.max_coef,
+        )
+        used = used_entropy_coef(coef, entropy, target=control.target)
+        return {"entropy_coef": np.float32(coef), "entropy_coef_used": np.float32(used)}
 
 
 Estimate = Callable[..., tuple[Any, FloatBT, FloatBT]]  # (state, **arrays)

@@ -201,9 +201,9 @@ class Updater:
         self._whole: bool | None = None
         self.shared = np.zeros(0, np.int64)  # tokens of each prefix that a row has from another
 
-    def weights(self, minibatch: TrainBatch) -> tuple[Any, Metrics]:
-        """Return the weights of the objective, on the host."""
-        return jax.device_get(self.objective.weights(minibatch))
+    def weights(self, minibatch: TrainBatch, **known: Any) -> tuple[Any, Metrics]:
+        """Return the weights of the objective, on the host; see there what may be known."""
+        return jax.device_get(self.objective.weights(minibatch, **known))
 
     def update(
         self,
@@ -245,13 +245,13 @@ class Updater:
         return state.replace(**jax.device_put(parts, dict(self.offloaded)))
 
     def weighted(
-        self, parts: Sequence[tuple[TrainBatch, Array]]
+        self, parts: Sequence[tuple[TrainBatch, Array]], **known: Any
     ) -> list[tuple[TrainBatch, Array, Any, Metrics]]:
         """Return minibatches and keys with the weights of each and their metrics, on the host.
 
         All of them before the first update: nothing is fetched between updates.
         """
-        return [(minibatch, key, *self.weights(minibatch)) for minibatch, key in parts]
+        return [(minibatch, key, *self.weights(minibatch, **known)) for minibatch, key in parts]
 
     def gradients(
         self, params: Any, minibatch: TrainBatch, weights: Any, key: Array

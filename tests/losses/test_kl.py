@@ -9,9 +9,11 @@ import pytest
 from jaxrl.array_ops import masked_sum
 from jaxrl.losses.kl import (
     KL_ESTIMATORS,
+    UNBIASED,
     adaptive_kl_coef,
     approximate_kl,
     penalized_rewards,
+    unbiased_kl,
 )
 
 # Four tokens with d = log pi_theta - log pi_ref = log 2, -log 2, 0, -3, where log 2 = 0.6931472:
@@ -26,12 +28,14 @@ KL = {
     "k1": [[LOG_2, -LOG_2, 0, -3]],
     "k2": [[0.2402265, 0.2402265, 0, 4.5]],
     "k3": [[0.1931472, 0.3068528, 0, 10]],
+    "k3+": [[0.1931472, 0.3068528, 0, 10]],  # the value of k3
     "abs": [[LOG_2, LOG_2, 0, 3]],
 }
 GRADIENT = {
     "k1": [[1, 1, 1, 1]],
     "k2": [[LOG_2, -LOG_2, 0, -3]],
     "k3": [[0.5, -1, 0, 0]],
+    "k3+": [[LOG_2, -LOG_2, 0, -3]],  # the gradient of k2
     "abs": [[1, -1, 0, -1]],
 }
 REF = np.full_like(DELTA, -4.0)
@@ -104,6 +108,40 @@ def test_the_gradient_of_k3_is_that_of_the_other_direction():
     np.testing.assert_allclose(slope("k1"), [0, 0, 0], atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", UNBIASED)
+@pytest.mark.parametrize("old", [[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], ids=["on", "off"])
+def test_weighed_by_the_ratio_value_and_gradient_are_those_of_the_kl(kind, old):
+    """Expectations over tokens of the old policy, which is the policy itself or another one.
+
+    pi = (1/2, 1/4, 1/4), ref = (1/4, 1/4, 1/2): KL(pi | ref) = 1/4 log 2, and by the logits
+    pi (log pi / ref - KL) = (3/8, -1/16, -5/16) log 2, as above.
+    """
+    pi, ref = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
+
+    def mean(logits):
+        kl = unbiased_kl(jax.nn.log_softmax(logits), np.log(old), np.log(ref), kind=kind)
+        return (np.array(old) * kl).sum()
+
+    value, slope = jax.value_and_grad(mean)(np.log(pi).astype("float32"))
+    np.testing.assert_allclose(value, LOG_2 / 4, rtol=1e-6)
+    np.testing.assert_allclose(slope, np.array([6, -1, -5]) / 16 * LOG_2, atol=1e-6)
+
+
+def test_the_ratio_of_a_masked_token_reaches_nothing():
+    mask = np.array([[1, 1, 0, 1]], np.float32)
+    old = np.array([[-1, -1, np.nan, -1]], np.float32)
+
+    def total(x):
+        return masked_sum(unbiased_kl(x, old, REF, mask), mask)
+
+    value, slope = jax.value_and_grad(total)(REF + DELTA)
+    # r = exp(-4 + d + 1) = e^-3 (2, 1/2, ., e^-3) times k3 0.1931472, 0.3068528, 10
+    expected = 0.0497871 * (2 * 0.1931472 + 0.5 * 0.3068528 + 0.0497871 * 10)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert np.isfinite(slope).all()
+    assert slope[0, 2] == 0
+
+
 def test_k3_of_a_vanishing_probability_is_finite():
     # d = -60: the exponent is limited to 20 and the result to 10; d = 60: 60 is taken for 20,
     # exp(-20) + 20 - 1 = 19, limited to 10
@@ -134,7 +172,7 @@ def test_jit_equals_eager(kind):
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'k4'. Must be one of \['k1', 'k2', 'k3', 'abs'\]"):
+    with pytest.raises(ValueError, match=r"'k4'. Must be one of \['k1', 'k2', 'k3', 'k3\+', 'abs'\]"):
         approximate_kl(REF, REF, kind="k4")
 
 

@@ -6,8 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.config import OffPolicyCorrectionConfig
-from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
+from jaxrl.config import OffPolicyCorrectionConfig, TrainConfig, resolve
+from jaxrl.config.formulas import correction_lines
+from jaxrl.losses.off_policy import (
+    PRESETS,
+    correction_enabled,
+    off_policy_correction,
+    rejection_bounds,
+)
 
 # w = pi_old / pi_rollout, by row: 1, 2, 1/2, (8); 1, 1, 1, (8); 4, 1, 1, (8); the last is masked.
 # Products 1, 1, 4; geometric means 1, 1, 4^(1/3) = 1.5874011
@@ -32,7 +38,8 @@ def test_any_part_turns_it_on():
     assert not correction_enabled(OffPolicyCorrectionConfig())
     assert not correction_enabled(OffPolicyCorrectionConfig(renormalize=True))
     for field in dataclasses.fields(OffPolicyCorrectionConfig):
-        if field.default is None:
+        # a preset is resolved to other fields, and a threshold is of what rollout_rs names
+        if field.default is None and field.name not in ("preset", "rollout_rs_threshold"):
             assert correction_enabled(OffPolicyCorrectionConfig(**{field.name: 1}))
 
 
@@ -161,3 +168,105 @@ def test_rows_do_not_depend_on_each_other():
         )
         np.testing.assert_array_equal(one, weights[part])
         np.testing.assert_array_equal(kept, mask[part])
+
+
+# log w of two rows: log 2, -log 2, and 0, 3 log 2 = 2.0794415; the last token is masked.
+#   k1 = -log w   row 0: -0.6931, 0.6931, sum 0, mean 0;   row 1: 0, -2.0794, sum -2.0794, mean -1.0397
+#   k2 = log^2 w / 2    0.2402, 0.2402, sum 0.4805, mean 0.2402;    0, 2.1620, sum 2.1620, mean 1.0810
+#   k3 = w - 1 - log w  2 - 1 - 0.6931 = 0.3069, 0.5 - 1 + 0.6931 = 0.1931, sum 0.5, mean 0.25;
+#                       0, 8 - 1 - 2.0794 = 4.9206, sum 4.9206, mean 2.4603
+GRID_OLD = np.log(np.array([[2, 0.5, 1], [1, 8, 1]], np.float32))
+GRID_MASK = np.array([[1, 1, 0], [1, 1, 0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold", "kept"),
+    [
+        ("token_k1", "0.4_1.5", [[1, 0], [1, 0]]),  # pi_rollout / pi_old: 0.5, 2, 1, 0.125
+        ("token_k1", "2.5", [[1, 1], [1, 0]]),  # [0.4, 2.5]
+        ("token_k2", "1", [[1, 1], [1, 0]]),
+        ("token_k3", "0.2", [[0, 1], [1, 0]]),
+        ("seq_sum_k1", "0.2_5", [[1, 1], [0, 0]]),  # 1; 1 / 8 = 0.125
+        ("seq_sum_k1", "0.1_5", [[1, 1], [1, 1]]),
+        ("seq_sum_k2", "0.48", [[0, 0], [0, 0]]),
+        ("seq_sum_k3", "1", [[1, 1], [0, 0]]),
+        ("seq_mean_k1", "0.999_1.001", [[1, 1], [0, 0]]),
+        ("seq_mean_k2", "0.25", [[1, 1], [0, 0]]),
+        ("seq_mean_k3", "0.24", [[0, 0], [0, 0]]),
+        ("seq_mean_k3", "2.47", [[1, 1], [1, 1]]),
+        ("seq_max_k2", "0.25", [[1, 1], [0, 0]]),
+        ("seq_max_k3", "0.3", [[0, 0], [0, 0]]),
+        ("seq_max_k3,token_k1", "5,1.5", [[0, 0], [1, 0]]),  # both must hold
+        ("token_k2, token_k3", "0.25", [[0, 1], [1, 0]]),  # one threshold for both
+    ],
+)
+def test_rejections_of_verls_grid(option, threshold, kept):
+    settings = OffPolicyCorrectionConfig(rollout_rs=option, rollout_rs_threshold=threshold)
+    rollout = np.zeros_like(GRID_OLD)
+    weights, mask, metrics = off_policy_correction(GRID_OLD, rollout, GRID_MASK, settings)
+    np.testing.assert_array_equal(mask, np.pad(kept, ((0, 0), (0, 1))))
+    np.testing.assert_array_equal(weights, 1)
+    if "," not in option:
+        dropped = 1 - np.mean(kept)
+        assert metrics[f"{option}_masked_ratio"] == pytest.approx(dropped)
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold", "said"),
+    [
+        ("token_k4", "1", "'token_k4' is none of token_k1, token_k2"),
+        ("seq_max_k1", "1", "'seq_max_k1' is none of"),
+        ("token_k1", "1.5_2", "'token_k1': give a band of ratios around 1"),
+        ("token_k1", "0", "'token_k1': give a band of ratios around 1"),
+        ("token_k3", None, "'token_k3': give an upper bound > 0, such as 0.01"),
+        ("token_k3", "0.1_0.2", "'token_k3': give an upper bound"),
+        ("token_k1,token_k2,token_k3", "2,1", "one for each of the 3 in rollout_rs"),
+    ],
+)
+def test_a_rejection_that_is_none_is_refused(option, threshold, said):
+    settings = OffPolicyCorrectionConfig(rollout_rs=option, rollout_rs_threshold=threshold)
+    with pytest.raises(ValueError, match=said):
+        rejection_bounds(settings)
+
+
+def test_normalised_weights_have_mean_one():
+    # tokens: min(w, 4) = 2, 0.5, 1, 4: mean 1.875; rows: prod w = 1, min(8, 4) = 4: mean 2.5
+    rollout = np.zeros_like(GRID_OLD)
+    settings = {"token_tis_ratio_clip_high": 4.0, "sequence_tis_ratio_clip_high": 4.0}
+    for kind, expected in (
+        ("token", np.array([[2, 0.5], [1, 4]]) / 1.875),
+        ("sequence", np.array([[1, 1], [4, 4]]) / 2.5),
+    ):
+        config = OffPolicyCorrectionConfig(
+            tis_ratio_type=kind, rollout_is_batch_normalize=True, **settings
+        )
+        weights, _, _ = off_policy_correction(GRID_OLD, rollout, GRID_MASK, config)
+        np.testing.assert_allclose(weights[:, :2], expected, rtol=1e-6)
+
+
+def test_a_preset_is_what_its_fields_are():
+    # IcePop: whole weights inside of [0.5, 5], none outside: w = 2, 0.5, 1, 8
+    config = TrainConfig()
+    config.trainer.algorithm.off_policy_correction.preset = "icepop"
+    settings = resolve(config).trainer.algorithm.off_policy_correction
+    rollout = np.zeros_like(GRID_OLD)
+    weights, mask, _ = off_policy_correction(GRID_OLD, rollout, GRID_MASK, settings)
+    np.testing.assert_allclose((weights * mask)[:, :2], [[2, 0.5], [1, 0]], rtol=1e-6)
+    assert resolve(resolve(config)) == resolve(config)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_valid_and_shown(preset):
+    config = TrainConfig()
+    config.trainer.algorithm.off_policy_correction.preset = preset
+    settings = resolve(config).trainer.algorithm.off_policy_correction
+    assert correction_enabled(settings)
+    assert correction_lines(settings) != ["off"]
+
+
+def test_a_preset_and_a_field_that_disagree_are_refused():
+    config = TrainConfig()
+    correction = config.trainer.algorithm.off_policy_correction
+    correction.preset, correction.token_tis_ratio_clip_high = "icepop", 3.0
+    with pytest.raises(ValueError, match=r"token_tis_ratio_clip_high=3.0: preset='icepop' stands"):
+        resolve(config)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import AlgorithmConfig, OffPolicyCorrectionConfig
+from jaxrl.config.algorithm import EntropyCtrlConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.registry import PolicyLossRegistry, bind_estimator
@@ -109,6 +110,70 @@ def test_renormalize_counts_the_tokens_that_are_left(renormalize, count):
     algorithm = corrected(**settings, renormalize=renormalize)
     weights, _ = minibatch_weights(small_batch(), algorithm, block_rows=1)
     np.testing.assert_allclose(weights.policy, np.array([[0, 1, 1, 0]] * 2) / count, rtol=1e-6)
+
+
+ADVANTAGES = np.array([[1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, 0.0]], np.float32)
+
+
+def test_tokens_that_are_not_learnt_from_have_no_loss_and_the_others_their_weight():
+    # r = 1: dL/dlogp = -A / 7. Row 1 is dropped by OPSM: mean of log w = log(0.1 0.2 0.4)/3 + 1 is
+    # -0.609, so of log (pi_rollout / pi_theta) too: not above 0; with -0.7 it is. Top entropy: the
+    # floor(0.3 7) = 2 tokens of entropy 5 and 4.
+    batch = small_batch(advantages=ADVANTAGES)
+    log_probs, entropy = jnp.full((2, 4), -1.0), jnp.array([[1.0, 5, 1, 1], [1, 1, 4, 9]])
+    plain = -ADVANTAGES * batch.loss_mask / 7
+    for settings, kept in (
+        ({"opsm_delta": 0.0}, np.ones((2, 4))),
+        ({"opsm_delta": -0.7}, np.array([[1, 1, 1, 1], [0, 0, 0, 0]])),
+        ({"top_entropy_quantile": 0.3}, np.array([[0, 1, 0, 0], [0, 0, 1, 0]])),
+        ({"opsm_delta": -0.7, "top_entropy_quantile": 0.3}, np.array([[0, 1, 0, 0], [0] * 4])),
+    ):
+        algorithm = AlgorithmConfig(use_kl_loss=False, **settings)
+        gradients, _ = value_and_gradients(algorithm, batch, log_probs, entropy)
+        np.testing.assert_allclose(gradients[0], plain * kept, rtol=1e-6, err_msg=str(settings))
+        np.testing.assert_array_equal(gradients[1], 0)
+
+
+def test_the_likelihood_of_right_rows_is_averaged_over_their_tokens():
+    # rewards 1 and 0: the four tokens of row 0 have -0.1 / 4 each, beside -A / 7
+    rewards = np.zeros((2, 4), np.float32)
+    rewards[0, 3] = 1
+    batch, log_probs = small_batch(rewards=rewards), jnp.full((2, 4), -1.0)
+    algorithm = AlgorithmConfig(use_kl_loss=False, positive_nll_coef=0.1)
+    gradients, metrics = value_and_gradients(algorithm, batch, log_probs, jnp.zeros((2, 4)))
+    expected = -batch.loss_mask / 7 - 0.1 * np.array([[0.25] * 4, [0] * 4])
+    np.testing.assert_allclose(gradients[0], expected, rtol=1e-6)
+    assert metrics["positive_nll"] == pytest.approx(1.0)
+    assert metrics["final_loss"] == pytest.approx(-1 + 0.1)
+
+
+def test_the_kl_is_averaged_as_it_is_told_to_be():
+    # k2 of d = 1: gradient 1 a token. Mean over sequences: 1 / 8 and 1 / 6; as the loss 1 / 7 each;
+    # weighed by r = 1 its gradient is d + d^2 / 2 = 1.5, but k2 is no unbiased one: k1 has 1 + 1
+    ref = np.full((2, 4), -2.0, np.float32)
+    batch = small_batch(advantages=np.zeros((2, 4), np.float32), ref_log_probs=ref)
+    log_probs, mask = jnp.full((2, 4), -1.0), batch.loss_mask
+    settings = {"kl_loss_coef": 1.0, "kl_estimator_type": "k2"}
+    for changes, expected in (
+        ({}, mask / [[8], [6]]),
+        ({"kl_loss_reduction": "loss"}, mask / 7),
+        ({"use_unbiased_kl": True, "kl_estimator_type": "k1"}, 2 * mask / [[8], [6]]),
+    ):
+        algorithm = AlgorithmConfig(**settings | changes)
+        gradients, _ = value_and_gradients(algorithm, batch, log_probs, jnp.zeros((2, 4)))
+        np.testing.assert_allclose(gradients[0], expected, rtol=1e-6, err_msg=str(changes))
+
+
+def test_an_adaptive_coefficient_of_the_entropy_is_that_of_the_step():
+    algorithm = AlgorithmConfig(
+        use_kl_loss=False, use_entropy_loss=True, entropy_ctrl=EntropyCtrlConfig("adaptive")
+    )
+    batch, zeros = small_batch(), jnp.zeros((2, 4))
+    objective = make_objective(algorithm, make_policy_loss(algorithm))
+    for known, coef in (({}, 0.01), ({"entropy_coef": 0.5}, 0.5), ({"entropy_coef": 0.0}, 0.0)):
+        weights, _ = minibatch_weights(batch, algorithm, block_rows=1, **known)
+        slope, _ = jax.grad(objective, 1, has_aux=True)(zeros - 1, zeros, batch, weights, KEY)
+        np.testing.assert_allclose(slope, -coef * batch.loss_mask / 7, rtol=1e-6)
 
 
 def test_group_ids_need_not_start_at_zero():
