@@ -15,10 +15,13 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.objective_requirements import allowed_reductions, ratio_anchor
 from jaxrl.data.selection import soft_overlong_punishment
 from jaxrl.losses import ROWS
-from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
-from jaxrl.losses.off_policy import off_policy_correction
+from jaxrl.losses.adaptive_entropy import adaptive_entropy_coef
+from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards, unbiased_kl
+from jaxrl.losses.off_policy import off_policy_correction, rejection_bounds
+from jaxrl.losses.opsm import off_policy_sequence_mask
 from jaxrl.losses.reduction import REDUCTIONS, reduction_weights
 from jaxrl.losses.row import Loss
+from jaxrl.losses.top_entropy import top_entropy_mask
 from jaxrl.losses.value import value_loss
 from jaxrl.registry.contracts import ESTIMATOR_DATA
 
@@ -35,10 +38,13 @@ The objective of a minibatch is a sum over its rows b and tokens t,
 
 ```
 sum_bt w_bt c_bt L_bt + kl_loss_coef sum_bt k_bt KL_bt - entropy_loss_coef sum_bt e_bt H_bt
+- positive_nll_coef sum_bt p_bt log_probs_bt
 ```
 
 with the loss L of a token, the weights w of `loss_reduction`, the off-policy correction c, and for
-KL and entropy weights of their own (mean over sequences, mean over tokens). Nothing else divides by
+KL, entropy and the likelihood of right rows weights of their own (mean over sequences, or that of
+the loss with `kl_loss_reduction = "loss"`; mean over tokens; mean over the tokens of rows with a
+reward above 0). Corrections by their names in other systems: [off_policy.md](off_policy.md). Nothing else divides by
 a count. Every run prints the objective that its config means. All settings are fields of
 `trainer.algorithm`. Functions of your own: [custom_algorithms.md](custom_algorithms.md). What each
 learns of a small task in 100 steps: [sort_digits.md](sort_digits.md).
@@ -49,11 +55,18 @@ _SHARED = {
     "Reductions": [("loss_reduction", reduction_weights)],
     "KL to the reference model": [
         ("use_kl_loss, kl_estimator_type", approximate_kl),
+        ("use_unbiased_kl", unbiased_kl),
         ("use_kl_in_reward", penalized_rewards),
         ('kl_ctrl.type = "adaptive"', adaptive_kl_coef),
     ],
-    "Off-policy correction": [("off_policy_correction", off_policy_correction)],
+    "Off-policy correction": [
+        ("off_policy_correction", off_policy_correction),
+        ("off_policy_correction.rollout_rs", rejection_bounds),
+        ("opsm_delta", off_policy_sequence_mask),
+    ],
     "Around the loss": [
+        ("top_entropy_quantile", top_entropy_mask),
+        ('entropy_ctrl.type = "adaptive"', adaptive_entropy_coef),
         ("advantage_batch_normalize", normalize_advantages),
         ("overlong_buffer", soft_overlong_punishment),
         ("value_clip", value_loss),
