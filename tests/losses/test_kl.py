@@ -172,7 +172,9 @@ def test_jit_equals_eager(kind):
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'k4'. Must be one of \['k1', 'k2', 'k3', 'k3\+', 'abs'\]"):
+    with pytest.raises(
+        ValueError, match=r"'k4'. Must be one of \['k1', 'k2', 'k3', 'k3\+', 'abs'\]"
+    ):
         approximate_kl(REF, REF, kind="k4")
 
 

@@ -171,8 +171,10 @@ def test_rows_do_not_depend_on_each_other():
 
 
 # log w of two rows: log 2, -log 2, and 0, 3 log 2 = 2.0794415; the last token is masked.
-#   k1 = -log w   row 0: -0.6931, 0.6931, sum 0, mean 0;   row 1: 0, -2.0794, sum -2.0794, mean -1.0397
-#   k2 = log^2 w / 2    0.2402, 0.2402, sum 0.4805, mean 0.2402;    0, 2.1620, sum 2.1620, mean 1.0810
+#   k1 = -log w         row 0: -0.6931, 0.6931, sum 0, mean 0
+#                       row 1: 0, -2.0794, sum -2.0794, mean -1.0397
+#   k2 = log^2 w / 2    0.2402, 0.2402, sum 0.4805, mean 0.2402
+#                       0, 2.1620, sum 2.1620, mean 1.0810
 #   k3 = w - 1 - log w  2 - 1 - 0.6931 = 0.3069, 0.5 - 1 + 0.6931 = 0.1931, sum 0.5, mean 0.25;
 #                       0, 8 - 1 - 2.0794 = 4.9206, sum 4.9206, mean 2.4603
 GRID_OLD = np.log(np.array([[2, 0.5, 1], [1, 8, 1]], np.float32))
