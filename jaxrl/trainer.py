@@ -22,6 +22,7 @@ from jaxrl import activity, config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import longest_trajectory
 from jaxrl.config.objective_requirements import (
+    estimator_row,
     has_critic,
     kl_in_reward,
     needs_old_log_probs,
@@ -570,6 +571,13 @@ class Trainer:
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Return rows [B, T]; the samples of a prompt are a group."""
         self.ledger.keep(output)
+        row = estimator_row(self.config.trainer.algorithm)
+        if row and row.needs_terms and "reward_terms" not in output:
+            raise ValueError(
+                f"trainer.algorithm.advantage_estimator={row.fn.__name__!r} normalises rewards by "
+                "name, and the environment gives one number; return {name: reward, ...}, or add "
+                "environment.reward_functions"
+            )
         replay = self.config.trainer.policy.router_replay
         if replay == "off":
             without = ROUTES, ROUTES_PROCESS
@@ -615,7 +623,8 @@ class Trainer:
             batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
             self.metrics |= metrics
         kept = self.memory.get(ESTIMATOR)
-        kept, advantages, returns = advantages_of(self.estimate, batch, kept)
+        weights = self.config.environment.reward_weights
+        kept, advantages, returns = advantages_of(self.estimate, batch, kept, weights)
         if kept is not None:
             self.remember(**{ESTIMATOR: kept})
         batch = batch.replace(advantages=advantages, returns=returns)
@@ -624,7 +633,7 @@ class Trainer:
                 raise ContractError(wrong)
             activity.warn(f"{wrong}. Their minibatches are skipped")
         self.metrics |= advantage_metrics(batch) | advantages_by_correctness(batch, scores)
-        return batch.replace(is_last_step=None, valid_mask=None)
+        return batch.replace(is_last_step=None, valid_mask=None, reward_terms=None)
 
     # ---------------------------------------------------------------- 7 to 9: the update
 

@@ -1,7 +1,7 @@
 """What passes between the parts of jaxrl.
 
 Shape legend, used in every module: P prompts, B rows (trajectories), T tokens (prompt and response,
-right padded), V vocabulary. All [B, T] arrays are aligned to the predicted token:
+right padded), V vocabulary, K rewards. All [B, T] arrays are aligned to the predicted token:
 `log_probs[b, t] = log p(tokens[b, t] | tokens[b, :t])`, so column 0 is always 0.
 
 `FloatBT` and the like are annotations: which numbers an array holds, and its shape by this legend.
@@ -20,6 +20,8 @@ FloatBT = Annotated[Array, "float [B, T]"]  # float32, as every float here
 MaskBT = Annotated[Array, "mask [B, T]"]  # float32, 0 or 1
 IntBT = Annotated[Array, "int [B, T]"]  # int32, as every int here
 IntB = Annotated[Array, "int [B]"]
+FloatBK = Annotated[Array, "float [B, K]"]
+FloatK = Annotated[Array, "float [K]"]
 BoolB = Annotated[Array, "bool [B]"]
 IntRL = Annotated[Array, "int [R, L]"]
 BoolRL = Annotated[Array, "bool [R, L]"]
@@ -199,6 +201,8 @@ class TrainBatch(PyTree):
     returns: FloatBT | None = None
     is_last_step: BoolB | None = None  # until there are advantages; None = all are
     valid_mask: BoolB | None = None  # until there are advantages; 0 = nothing was judged
+    # rewards by name, in alphabetical order, not weighted; until there are advantages
+    reward_terms: FloatBK | None = None
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
     token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
     context_versions: IntBT | None = None  # the oldest in a token's context

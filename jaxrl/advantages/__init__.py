@@ -9,6 +9,7 @@ What is true of one estimator is its row, `ROW` at the end of its file; see `row
 
 from jaxrl.advantages.dr_grpo import ROW as DR_GRPO, dr_grpo
 from jaxrl.advantages.gae import ROW as GAE, gae
+from jaxrl.advantages.gdpo import ROW as GDPO, gdpo
 from jaxrl.advantages.grpo import ROW as GRPO, grpo
 from jaxrl.advantages.grpo_token import ROW as GRPO_TOKEN, grpo_token
 from jaxrl.advantages.maxrl import ROW as MAXRL, maxrl
@@ -25,6 +26,7 @@ __all__ = [
     "ROWS",
     "dr_grpo",
     "gae",
+    "gdpo",
     "grpo",
     "grpo_token",
     "maxrl",
@@ -42,6 +44,7 @@ ROWS: dict[str, Estimator] = {
         RLOO,
         MAXRL,
         REINFORCE_PLUS_PLUS,
+        GDPO,
         ON_POLICY_DISTILLATION,
         GAE,
     )

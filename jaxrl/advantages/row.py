@@ -16,6 +16,7 @@ class Estimator(NamedTuple):
         per_token: rewards or values of each token count, so a trajectory must be one row.
         needs_values: of a critic.
         needs_teacher: a reference that is another model.
+        needs_terms: rewards by name, each on its own.
         uses_rewards: rewards have a part in it.
         binary_rewards: it is made for rewards of 0 and 1.
     """
@@ -26,6 +27,7 @@ class Estimator(NamedTuple):
     per_token: bool = False
     needs_values: bool = False
     needs_teacher: bool = False
+    needs_terms: bool = False
     uses_rewards: bool = True
     binary_rewards: bool = False
 

@@ -27,6 +27,7 @@ from jaxrl.config.objective_requirements import (
     estimator_row,
     has_critic,
     is_builtin_loss,
+    kl_in_reward,
     loss_name,
     loss_row,
     ratio_anchor,
@@ -497,6 +498,18 @@ def _check_terms(config: TrainConfig) -> None:
             "generator.step_wise_trajectories; set 0.0, or that to False"
         )
         fail(f"{_ALGORITHM}.positive_nll_coef", algorithm.positive_nll_coef, fix)
+
+    row = estimator_row(algorithm)
+    shaped = {
+        "trainer.algorithm.use_kl_in_reward": kl_in_reward(algorithm),
+        "trainer.algorithm.overlong_buffer": algorithm.overlong_buffer is not None,
+        "generator.zero_reward_on_non_stop": config.generator.zero_reward_on_non_stop,
+    }
+    for field, on in shaped.items():
+        if on and row and row.needs_terms:
+            name = estimator_name(algorithm)
+            fix = "changes the sum of the rewards, of which "
+            fail(field, "on", f"{fix}advantage_estimator={name!r} looks at each; turn it off")
 
 
 def _check_old_log_probs(algorithm: AlgorithmConfig) -> None:

@@ -153,9 +153,19 @@ def collate(
         row_ids=np.arange(rows, dtype=np.int32),
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
         valid_mask=np.asarray(output["valid_mask"]) if "valid_mask" in output else None,
+        reward_terms=_reward_terms(output),
         routes=_routes(output, width) if ROUTES in output else None,
         **{column.batch: response_array(column) for column in TOKEN_COLUMNS},
     )
+
+
+def _reward_terms(output: GeneratorOutput) -> np.ndarray | None:
+    """Return rewards by name as [B, K], in alphabetical order; 0 where nothing was judged."""
+    terms = output.get("reward_terms", [])
+    names = sorted({name for row in terms for name in row})
+    if not names:
+        return None
+    return np.array([[row.get(name, 0.0) for name in names] for row in terms], np.float32)
 
 
 def _same_routes(routes: np.ndarray, rows: int, width: int) -> np.ndarray | OwnRoutes:

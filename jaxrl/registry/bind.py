@@ -216,6 +216,8 @@ def check_pure_functions(
         arrays["values"] = floats
     arrays["index"] = jax.ShapeDtypeStruct((rows,), jnp.int32)
     arrays["valid_mask"] = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+    arrays["reward_terms"] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
+    arrays["reward_weights"] = jax.ShapeDtypeStruct((2,), jnp.float32)
 
     def estimate(state: Any, arrays: dict[str, Array]) -> Any:
         return estimator(state, **arrays)

@@ -28,7 +28,7 @@ LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs
 # What an estimator is called with, all by keyword; the settings are hyperparameters of its config.
 ESTIMATOR_DATA = (
     *("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config"),
-    *("valid_mask", "old_log_probs", "ref_log_probs"),
+    *("valid_mask", "old_log_probs", "ref_log_probs", "reward_terms", "reward_weights"),
 )
 ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
 # What is wrong with a function that keeps something between calls.
@@ -51,7 +51,7 @@ ARRAYS = {
     if hasattr(part, "__metadata__")
 }
 ARRAYS |= dict.fromkeys(("log_probs", "entropy", "token_level_rewards"), "float [B, T]")
-ARRAYS |= {"group_ids": ARRAYS["index"]}
+ARRAYS |= {"group_ids": ARRAYS["index"], "reward_weights": "float [K]"}
 
 
 # What PyTorch calls otherwise: pattern of the error -> what to write.

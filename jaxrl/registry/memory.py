@@ -25,7 +25,8 @@ ESTIMATOR = "advantage_estimator"  # name of what the estimator keeps
 class EstimatorBatch(NamedTuple):
     """Hold what an estimator with memory is called with; see `jaxrl.advantages`.
 
-    `values`, `old_log_probs` and `ref_log_probs` are None where the step has none.
+    `values`, `old_log_probs`, `ref_log_probs` and the rewards by name are None where the step has
+    none.
     """
 
     token_level_rewards: FloatBT
@@ -40,6 +41,8 @@ class EstimatorBatch(NamedTuple):
     gamma: float
     lambd: float
     grpo_norm_by_std: bool
+    reward_terms: Array | None = None
+    reward_weights: Array | None = None
 
 
 def stateful(*misplaced: Any, **initial_state: Any) -> Callable[[Function], Function]:

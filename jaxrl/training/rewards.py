@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -200,7 +201,10 @@ def make_estimate(algorithm: AlgorithmConfig) -> Estimate:
 
 
 def advantages_of(
-    estimate: Estimate, batch: TrainBatch, state: Any = None
+    estimate: Estimate,
+    batch: TrainBatch,
+    state: Any = None,
+    weights: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Any, FloatBT, FloatBT]:
     """Return the estimator's state after the batch, advantages and returns [B, T], on the host.
 
@@ -211,6 +215,7 @@ def advantages_of(
         estimate: `make_estimate`.
         batch: the whole batch of a step.
         state: of an estimator with memory, before the batch.
+        weights: of rewards by name; empty = each counts once.
     """
     arrays = {  # by keyword: an estimator may take them all as **kwargs
         "token_level_rewards": batch.rewards,
@@ -218,14 +223,18 @@ def advantages_of(
         "index": batch.index,
         "loss_mask": batch.loss_mask,
     }
-    optional = ("valid_mask", "values", "old_log_probs", "ref_log_probs")
+    optional = ("valid_mask", "values", "old_log_probs", "ref_log_probs", "reward_terms")
     more = {name: getattr(batch, name) for name in optional}
     arrays |= {name: x for name, x in more.items() if x is not None}
+    known = {}
+    if (terms := batch.reward_terms) is not None:
+        ones = [1.0] * terms.shape[1]
+        known["reward_weights"] = np.array([weights[x] for x in sorted(weights)] or ones, "float32")
     if batch.is_last_step is None:
-        return jax.device_get(estimate(state, **arrays))
+        return jax.device_get(estimate(state, **arrays, **known))
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
     arrays["response_mask"] = np.ones_like(arrays["response_mask"])
-    state, advantages, returns = jax.device_get(estimate(state, **arrays))
+    state, advantages, returns = jax.device_get(estimate(state, **arrays, **known))
     trajectory_of_row = trajectory_numbers(batch.is_last_step)
     mask = np.asarray(batch.response_mask)
     return state, advantages[trajectory_of_row] * mask, returns[trajectory_of_row] * mask
