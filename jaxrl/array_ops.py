@@ -173,8 +173,8 @@ def logsumexp(x: Logits, axis_name: Any = None) -> Array:
 
 
 @jax.jit  # a scan called eagerly is compiled at every call
-def discounted_sums(x: FloatBT, gamma: FloatScalar | float) -> FloatBT:
-    """Return y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u], [B, T] -> [B, T]."""
+def discounted_sums(x: FloatBT, gamma: Array | float) -> FloatBT:
+    """Return y[:, t] = sum_{u >= t} gamma^(u - t) x[:, u], [B, T] -> [B, T]; gamma [] or [B]."""
 
     def step(later: Array, now: Array) -> tuple[Array, Array]:
         total = now + gamma * later
@@ -194,12 +194,25 @@ def group_centred(x: Array, index: IntB, counted: Array) -> Array:
     Exactly 0 where all of a group are equal, which sum / n alone, rounded, is not.
 
     Args:
-        counted: bool, of x's shape; what is not counted has no part in the mean, and becomes 0.
+        counted: of x's shape, bool or the weight of each in the mean, 1 or more; what is not
+            counted has no part in the mean, and becomes 0.
     """
+    weights, counted = counted.astype(x.dtype), counted != 0
     least = jax.ops.segment_min(jnp.where(counted, x, jnp.inf), index, num_segments=x.shape[0])
     above = jnp.where(counted, x - least[index], 0)
-    mean = group_sum(above, index) / jnp.maximum(group_sum(counted.astype(x.dtype), index), 1)
+    mean = group_sum(above * weights, index) / jnp.maximum(group_sum(weights, index), 1)
     return jnp.where(counted, above - mean, 0)
+
+
+def group_std(centred: Array, index: IntB, counted: Array) -> Array:
+    """Return for each row the standard deviation of its group, with n - 1: [B, ...] -> [B, ...].
+
+    Args:
+        centred: by `group_centred`.
+        counted: bool, of its shape.
+    """
+    others = group_sum(counted.astype(centred.dtype), index) - 1
+    return jnp.sqrt(group_sum(jnp.square(centred), index) / jnp.maximum(others, 1))
 
 
 def step_ids(mask: MaskBT) -> IntBT:

@@ -8,7 +8,10 @@ import pytest
 from jaxrl.array_ops import (
     assert_per_token,
     clamp,
+    discounted_sums,
     entropy,
+    group_centred,
+    group_std,
     group_sum,
     masked_mean,
     masked_sum,
@@ -124,6 +127,28 @@ def test_group_sum_literal():
     x, index = np.array([1, 2, 4, 8], np.float32), np.array([0, 3, 0, 3])
     np.testing.assert_array_equal(group_sum(x, index), [5, 10, 5, 10])
     np.testing.assert_array_equal(jax.jit(group_sum)(x, index), [5, 10, 5, 10])
+
+
+def test_discounts_of_all_rows_and_of_each():
+    # 1 + (2 + 4 / 2) / 2 = 3, 2 + 4 / 2 = 4, 4; with 0 each stands alone
+    x = np.array([[1, 2, 4], [1, 2, 4]], np.float32)
+    np.testing.assert_array_equal(discounted_sums(x, 0.5), [[3, 4, 4], [3, 4, 4]])
+    rows = np.array([0.5, 0], np.float32)
+    np.testing.assert_array_equal(discounted_sums(x, rows), [[3, 4, 4], [1, 2, 4]])
+
+
+def test_groups_around_their_mean_and_its_deviation():
+    # group 0: 1, 4 and one that is not counted: mean 2.5, variance 2 * 1.5^2 / 1 = 4.5;
+    # group 1: 3, 3: 0; group 4: alone: 0
+    x = np.array([1, 3, 4, 3, 99, 7], np.float32)
+    index, counted = np.array([0, 1, 0, 1, 0, 4]), np.array([1, 1, 1, 1, 0, 1], bool)
+    centred = group_centred(x, index, counted)
+    np.testing.assert_array_equal(centred, [-1.5, 0, 1.5, 0, 0, 0])
+    std = np.sqrt(4.5) * np.array([1, 0, 1, 0, 1, 0])
+    np.testing.assert_allclose(group_std(centred, index, counted), std, rtol=1e-6)
+    # weights 1 and 2: mean (1 + 2 * 4) / 3 = 3
+    weights = counted * np.array([1, 1, 2, 7, 1, 1])
+    np.testing.assert_array_equal(group_centred(x, index, weights), [-2, 0, 1, 0, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint32])

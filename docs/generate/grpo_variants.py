@@ -118,9 +118,9 @@ GRPO_VARIANTS = (
         "0.2 / 0.2",
         "over all tokens",
         "k3, 0.01, in the loss",
-        {"advantage_estimator": "rloo", "kl_loss_coef": 0.01},
-        "The division by the standard deviation is not built in for this baseline, and its KL is "
-        "averaged over all tokens, as its loss, ours over each sequence and then over sequences: "
-        "rows of 1 and 9 tokens, a KL of 1 on the short one's, are 0.1 there and 0.5 here.",
+        {"advantage_estimator": "grpo_loo", "kl_loss_coef": 0.01},
+        "Its KL is averaged over all tokens, as its loss, ours over each sequence and then over "
+        "sequences: rows of 1 and 9 tokens, a KL of 1 on the short one's, are 0.1 there and 0.5 "
+        "here.",
     ),
 )

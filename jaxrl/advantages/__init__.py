@@ -10,16 +10,28 @@ What is true of one estimator is its row, `ROW` at the end of its file; see `row
 from jaxrl.advantages.dr_grpo import ROW as DR_GRPO, dr_grpo
 from jaxrl.advantages.gae import ROW as GAE, gae
 from jaxrl.advantages.gdpo import ROW as GDPO, gdpo
+from jaxrl.advantages.gfpo import ROW as GFPO, gfpo
+from jaxrl.advantages.gpg import ROW as GPG, gpg
 from jaxrl.advantages.grpo import ROW as GRPO, grpo
+from jaxrl.advantages.grpo_batch_std import ROW as GRPO_BATCH_STD, grpo_batch_std
+from jaxrl.advantages.grpo_loo import ROW as GRPO_LOO, grpo_loo
 from jaxrl.advantages.grpo_token import ROW as GRPO_TOKEN, grpo_token
 from jaxrl.advantages.maxrl import ROW as MAXRL, maxrl
 from jaxrl.advantages.on_policy_distillation import (
     ROW as ON_POLICY_DISTILLATION,
     on_policy_distillation,
 )
+from jaxrl.advantages.opo import ROW as OPO, opo
+from jaxrl.advantages.pass_at_k import ROW as PASS_AT_K, pass_at_k
 from jaxrl.advantages.reinforce_plus_plus import ROW as REINFORCE_PLUS_PLUS, reinforce_plus_plus
+from jaxrl.advantages.reinforce_plus_plus_baseline import (
+    ROW as REINFORCE_PLUS_PLUS_BASELINE,
+    reinforce_plus_plus_baseline,
+)
 from jaxrl.advantages.rloo import ROW as RLOO, rloo
 from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.vapo import ROW as VAPO, vapo
+from jaxrl.advantages.w_reinforce import ROW as W_REINFORCE, w_reinforce
 
 __all__ = [
     "ESTIMATORS",
@@ -27,12 +39,21 @@ __all__ = [
     "dr_grpo",
     "gae",
     "gdpo",
+    "gfpo",
+    "gpg",
     "grpo",
+    "grpo_batch_std",
+    "grpo_loo",
     "grpo_token",
     "maxrl",
     "on_policy_distillation",
+    "opo",
+    "pass_at_k",
     "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
     "rloo",
+    "vapo",
+    "w_reinforce",
 ]
 
 ROWS: dict[str, Estimator] = {
@@ -40,13 +61,22 @@ ROWS: dict[str, Estimator] = {
     for row in (
         GRPO,
         GRPO_TOKEN,
+        GRPO_LOO,
+        GRPO_BATCH_STD,
         DR_GRPO,
+        GPG,
+        OPO,
         RLOO,
         MAXRL,
-        REINFORCE_PLUS_PLUS,
+        PASS_AT_K,
+        GFPO,
         GDPO,
+        W_REINFORCE,
+        REINFORCE_PLUS_PLUS,
+        REINFORCE_PLUS_PLUS_BASELINE,
         ON_POLICY_DISTILLATION,
         GAE,
+        VAPO,
     )
 }
 ESTIMATORS = {name: row.fn for name, row in ROWS.items()}

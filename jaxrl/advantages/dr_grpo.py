@@ -49,4 +49,5 @@ ROW = Estimator(
     dr_grpo,
     lambda s, group: f"A = R - mean_G R, {group}",
     paper="https://arxiv.org/abs/2503.20783",
+    alone="the reward itself",
 )

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxrl.advantages.row import Estimator
 from jaxrl.array_ops import (
+    Array,
     FloatBT,
     IntB,
     MaskBT,
@@ -57,16 +58,28 @@ def gae(
         raise ValueError("advantage estimator 'gae' needs the values of a critic, got None")
     assert_per_token(token_level_rewards, values, mask=response_mask)
     mask = response_mask if loss_mask is None else loss_mask * response_mask
+    rewards = jnp.where(response_mask != 0, token_level_rewards, 0)
+    sums, returns = error_sums(rewards, mask, values, gamma=gamma, lambd=lambd)
+    return whiten(sums, mask), returns
+
+
+def error_sums(
+    rewards: FloatBT, mask: MaskBT, values: FloatBT, *, gamma: float, lambd: Array | float
+) -> tuple[FloatBT, FloatBT]:
+    """Return G and G + V of `gae`, [B, T], 0 outside the mask of sampled tokens; lambd [] or [B].
+
+    Args:
+        rewards: [B, T], 0 outside the response.
+    """
     ids = step_ids(mask)
-    rewards = sum_by_step(jnp.where(response_mask != 0, token_level_rewards, 0), ids)
+    rewards = sum_by_step(rewards, ids)
     state_values = sum_by_step(jnp.where(mask != 0, values, 0), ids)
     next_values = jnp.pad(state_values[:, 1:], ((0, 0), (0, 1)))
-    errors = rewards + gamma * next_values - state_values
-    estimates = discounted_sums(errors, gamma * lambd)
-    advantages, returns = (
-        jnp.take_along_axis(x, ids, axis=-1) * mask for x in (estimates, estimates + state_values)
+    sums = discounted_sums(rewards + gamma * next_values - state_values, gamma * lambd)
+    sums, returns = (
+        jnp.take_along_axis(x, ids, axis=-1) * mask for x in (sums, sums + state_values)
     )
-    return whiten(advantages, mask), returns
+    return sums, returns
 
 
 ROW = Estimator(
@@ -78,4 +91,5 @@ ROW = Estimator(
     paper="https://arxiv.org/abs/1506.02438",
     per_token=True,
     needs_values=True,
+    normalises=True,
 )

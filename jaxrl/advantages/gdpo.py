@@ -61,4 +61,5 @@ ROW = Estimator(
     ),
     paper="https://arxiv.org/abs/2601.05242",
     needs_terms=True,
+    normalises=True,
 )

@@ -13,6 +13,7 @@ from jaxrl.array_ops import (
     MaskBT,
     assert_per_token,
     group_centred,
+    group_std,
     group_sum,
 )
 
@@ -85,9 +86,7 @@ def group_relative(
     counted = jnp.broadcast_to(counted.reshape(-1, *[1] * (scores.ndim - 1)), scores.shape)
     alone = group_sum(jnp.ones_like(scores), index) == 1  # by itself, not left by others
     centred = jnp.where(alone & counted, scores, group_centred(scores, index, counted))
-    others = group_sum(counted.astype(scores.dtype), index) - 1
-    variance = group_sum(jnp.square(centred), index) / jnp.maximum(others, 1)
-    std = jnp.where(alone, 1.0, jnp.sqrt(variance))
+    std = jnp.where(alone, 1.0, group_std(centred, index, counted))
     return centred / (std + epsilon) if by_std else centred
 
 
@@ -95,4 +94,5 @@ ROW = Estimator(
     grpo,
     lambda s, group: f"A = {relative(s)}, {group}",
     paper="https://arxiv.org/abs/2402.03300",
+    alone="the reward itself",
 )

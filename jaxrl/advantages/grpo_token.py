@@ -56,4 +56,5 @@ ROW = Estimator(
     lambda s, group: f"A = {relative(s)}, R = r_t + {s['gamma']:g} R_t+1, {group}",
     paper="https://arxiv.org/abs/2402.03300",
     per_token=True,
+    alone="the reward itself",
 )

@@ -63,4 +63,5 @@ ROW = Estimator(
     ),
     paper="https://arxiv.org/abs/2602.02710",
     binary_rewards=True,
+    alone="the reward itself",
 )

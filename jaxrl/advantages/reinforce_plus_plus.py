@@ -61,4 +61,5 @@ ROW = Estimator(
     ),
     paper="https://arxiv.org/abs/2501.03262",
     per_token=True,
+    normalises=True,
 )

@@ -51,4 +51,5 @@ ROW = Estimator(
     rloo,
     lambda s, group: f"A = R - mean of the others in G, {group}",
     paper="https://arxiv.org/abs/2402.14740",
+    alone="0",
 )

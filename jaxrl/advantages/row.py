@@ -13,12 +13,15 @@ class Estimator(NamedTuple):
             config, for the objective card. Settings are gamma, lambd, grpo_norm_by_std and the
             function's keyword-only parameters: their defaults, or the `advantage_kwargs`.
         paper: that it is from.
-        per_token: rewards or values of each token count, so a trajectory must be one row.
+        per_token: rewards, values or the number of tokens count, so a trajectory must be one row.
         needs_values: of a critic.
         needs_teacher: a reference that is another model.
         needs_terms: rewards by name, each on its own.
         uses_rewards: rewards have a part in it.
         binary_rewards: it is made for rewards of 0 and 1.
+        normalises: over the batch.
+        alone: the advantage in a group that is too small; "": groups have no part in it.
+        least_samples: settings -> the samples of the smallest group that is not too small.
     """
 
     fn: Callable[..., Any]
@@ -30,6 +33,9 @@ class Estimator(NamedTuple):
     needs_terms: bool = False
     uses_rewards: bool = True
     binary_rewards: bool = False
+    normalises: bool = False
+    alone: str = ""
+    least_samples: Callable[[Mapping[str, Any]], int] = lambda settings: 2
 
 
 def relative(settings: Mapping[str, Any]) -> str:

@@ -184,7 +184,7 @@ def correction_lines(correction: OffPolicyCorrectionConfig) -> list[str]:
         lines.append("c is divided by its mean")
     for option, (low, high) in rejection_bounds(correction).items():
         where, statistic = _REJECTED[option.rsplit("_", 1)[0]], _STATISTICS[option[-2:]]
-        within = f"[{low:g}, {high:g}]" if option.endswith("k1") else f"[0, {high:g}]"
+        within = f"[log {low:g}, log {high:g}]" if option.endswith("k1") else f"[0, {high:g}]"
         lines.append(f"c = 0 for {where.format(statistic)} outside {within}")
     if lines:
         counted = "left" if correction.renormalize else "of m, dropped or not"

@@ -21,6 +21,7 @@ from jaxrl.config.objective_requirements import (
 from jaxrl.config.rollouts import longest_row
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
+from jaxrl.functions import keyword_defaults
 from jaxrl.losses.off_policy import correction_enabled
 
 
@@ -194,17 +195,19 @@ def _odd_updates(config: TrainConfig) -> list[str]:
 
 
 def _odd_groups(algorithm: AlgorithmConfig, samples: int) -> list[str]:
-    name, odd = estimator_name(algorithm), []
-    if algorithm.advantage_batch_normalize and name in ("gae", "reinforce++"):
+    name, row, odd = estimator_name(algorithm), estimator_row(algorithm), []
+    if algorithm.advantage_batch_normalize and row and row.normalises:
         odd.append(f"advantage_batch_normalize=True: {name!r} normalises over the batch itself")
+    if row and row.alone:
+        least = row.least_samples({**keyword_defaults(row.fn), **algorithm.advantage_kwargs})
+        if samples < least:
+            odd.append(
+                f"advantage_estimator={name!r} with generator.n_samples_per_prompt={samples}: in a "
+                f"group of {'one' if samples == 1 else samples} the advantage of {name!r} is "
+                f"{row.alone}; set {least} or more"
+            )
     if samples > 1:
         return odd
-    if name in ("grpo", "grpo_token", "dr_grpo", "rloo", "maxrl"):
-        effect = "0" if name == "rloo" else "the reward itself"
-        odd.append(
-            f"advantage_estimator={name!r} with generator.n_samples_per_prompt=1: in a group of "
-            f"one the advantage of {name!r} is {effect}; set 2 or more"
-        )
     filters = {
         "dynamic_sampling.type": algorithm.dynamic_sampling.type,
         "zero_variance_filter": algorithm.zero_variance_filter,

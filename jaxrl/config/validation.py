@@ -267,7 +267,7 @@ def _check_step_wise(config: TrainConfig) -> None:
             "trainer.algorithm.advantage_estimator",
             estimator,
             row is not None and row.per_token,
-            "it needs the rewards of a trajectory in one row; set 'grpo', 'rloo' or 'maxrl'",
+            "it needs all of a trajectory in one row; set 'grpo', 'rloo' or 'maxrl'",
         ),
         (
             "trainer.algorithm.loss_reduction",

@@ -5,7 +5,6 @@ function of pi_old / pi_rollout, a constant of the batch; the caller multiplies 
 the objective with what comes out.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +159,9 @@ def rejection_bounds(config: Any) -> dict[str, tuple[float, float]]:
         config: the OffPolicyCorrectionConfig; rollout_rs and rollout_rs_threshold are lists with
             commas, the second also one entry for all.
 
+    Returns:
+        By name (low, high): of exp(k1), of k2 and k3; these have low 0, as they are not negative.
+
     Raises:
         ValueError: an unknown statistic, a number of thresholds, or a threshold that is none.
     """
@@ -187,7 +189,7 @@ def _bounds(option: str, limit: str) -> tuple[float, float]:
     if option.endswith("k1") and numbers:
         low, high = [1 / numbers[0], *numbers][-2:] if numbers[0] else (0.0, 0.0)
         if 0 < low <= 1 <= high and low < high and len(numbers) <= 2:
-            return math.log(low), math.log(high)
+            return low, high
         raise ValueError(
             f"rollout_rs_threshold={limit!r} of {option!r}: give a band of ratios around 1, such "
             "as 0.5_2.0, or its upper end"
@@ -196,7 +198,7 @@ def _bounds(option: str, limit: str) -> tuple[float, float]:
         raise ValueError(
             f"rollout_rs_threshold={limit!r} of {option!r}: give an upper bound > 0, such as 0.01"
         )
-    return -math.inf, numbers[0]
+    return 0.0, numbers[0]
 
 
 def _within(log_ratio: FloatBT, mask: MaskBT, option: str, bounds: tuple[float, float]) -> BoolBT:
@@ -209,7 +211,11 @@ def _within(log_ratio: FloatBT, mask: MaskBT, option: str, bounds: tuple[float, 
     elif level == "seq_max":
         statistic = jnp.max(statistic, -1, initial=0.0, where=mask > 0)[:, None]
     low, high = bounds
-    return jnp.broadcast_to((statistic >= low) & (statistic <= high), mask.shape)
+    if k == "k1":
+        kept = (statistic >= jnp.log(low)) & (statistic <= jnp.log(high))
+    else:  # not negative but for rounding, near w = 1
+        kept = statistic <= high
+    return jnp.broadcast_to(kept, mask.shape)
 
 
 def _ratio_metrics(ratio: FloatBT, mask: MaskBT) -> Metrics:

@@ -28,9 +28,9 @@ def advantages(terms, index, weights, **more):
 
 
 def test_literal():
-    # one group, rewards (1, 0), (0, 1), (0, 0), (1, 1). Each has mean 1/2 and, with n - 1, deviation
+    # one group, rewards (1, 0), (0, 1), (0, 0), (1, 1). Each has mean 1/2 and (n - 1) deviation
     # sqrt(4 (1/4) / 3) = 0.5773503, so a_k = +-0.8660254; with weights 1 and 0.5:
-    #   a = 0.8660254 (1 - 0.5, -1 + 0.5, -1 - 0.5, 1 + 0.5) = 0.4330, -0.4330, -1.2990, 1.2990
+    #   a = 0.8660254 (1 - 0.5, -1 + 0.5, -1 - 0.5, 1 + 0.5) = 0.433, -0.433, -1.299, 1.299
     # mean 0, var 2 (0.1875 + 1.6875) / 3 = 1.25: A = a / 1.1180340
     found = advantages([[1, 0], [0, 1], [0, 0], [1, 1]], [0] * 4, [1, 0.5])
     expected = np.array([0.4330127, -0.4330127, -1.2990381, 1.2990381]) / 1.1180340

@@ -7,11 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.advantages.dr_grpo import dr_grpo
-from jaxrl.advantages.grpo import grpo
-from jaxrl.advantages.grpo_token import grpo_token
-from jaxrl.advantages.maxrl import maxrl
-from jaxrl.advantages.rloo import rloo
+from jaxrl.advantages import (
+    dr_grpo,
+    gfpo,
+    gpg,
+    grpo,
+    grpo_batch_std,
+    grpo_loo,
+    grpo_token,
+    maxrl,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 
 # Two groups, scores 1, 0, 0 and 3, 1 (interleaved); row 1 answers with one token, the others two.
 # Group 0: mean 1/3, deviations 2/3, -1/3, -1/3; variance (4/9 + 1/9 + 1/9) / 2 = 1/3,
@@ -75,7 +83,10 @@ def test_a_group_of_one_keeps_its_score():
     np.testing.assert_allclose(advantages[:, 0], [5.0, -0.7071068, 0.7071068], rtol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", [grpo, grpo_token, dr_grpo, rloo, maxrl])
+RELATIVE = [grpo, grpo_token, dr_grpo, rloo, maxrl, grpo_loo, grpo_batch_std, gfpo, gpg, opo]
+
+
+@pytest.mark.parametrize("estimator", [*RELATIVE, reinforce_plus_plus_baseline])
 @pytest.mark.parametrize(("rows", "reward"), [(4, 0.5), (12, 5.1), (7, 100.1)])
 def test_equal_rewards_give_exactly_zero(estimator, rows, reward):
     # In float32 the sum of 12 x 5.1 divided by 12 is not 5.1; over a std of as little that is 0.9.
@@ -87,6 +98,9 @@ def test_equal_rewards_give_exactly_zero(estimator, rows, reward):
 # Scores 1, 0, 1 of one prompt; the environment of a fourth sample failed: masked, score 0.
 #   grpo: mean 2/3, deviations 1/3, -2/3, 1/3; variance (1/9 + 4/9 + 1/9) / 2 = 1/3, std 0.5773503
 #   rloo: 1 - (0 + 1) / 2, 0 - (1 + 1) / 2; maxrl: 1/3 / (2/3), -2/3 / (2/3)
+#   grpo_loo: the others of a 1 are 0, 1, std 0.7071068, those of the 0 do not vary
+#   grpo_batch_std: of 1, 0, 1, 2 with mean 1 the std is sqrt(2 / 3) = 0.8164966
+#   gpg: 3 of 4 that count are in a group with a difference: 4/3 (1/3, -2/3, 1/3)
 # With the 0 of the failure the mean would be 1/2. A second prompt: 2 beside a failure, nothing to
 # compare it with: 0. A third, a single sample that failed: 0.
 FAILED = np.array([0, 0, 0, 1, 0, 1, 1], bool)
@@ -96,6 +110,10 @@ WITHOUT_FAILURES = {
     dr_grpo: [1 / 3, -2 / 3, 1 / 3, 0, 0, 0, 0],
     rloo: [0.5, -1, 0.5, 0, 0, 0, 0],
     maxrl: [0.5, -1, 0.5, 0, 0, 0, 0],
+    grpo_loo: [0.7071068, -1, 0.7071068, 0, 0, 0, 0],
+    grpo_batch_std: [0.4082483, -0.8164966, 0.4082483, 0, 0, 0, 0],
+    gfpo: [0.5773503, -1.1547005, 0.5773503, 0, 0, 0, 0],
+    gpg: [4 / 9, -8 / 9, 4 / 9, 0, 0, 0, 0],
 }
 
 

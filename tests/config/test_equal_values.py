@@ -122,6 +122,14 @@ EQUAL = {
         ),
         # returns 1 and 3: mean 2, variance 2
         "reinforce_plus_plus": ({}, lambda a: advantages(a, [1, 3])[:, 0], [-0.7071068, 0.7071068]),
+        # less the mean -1 and 1: mean 0, variance 2
+        "reinforce_plus_plus_baseline": (
+            {},
+            lambda a: advantages(a, [1, 3])[:, 0],
+            [-0.7071068, 0.7071068],
+        ),
+        # of rows of one token the baseline is the mean
+        "opo": ({}, lambda a: advantages(a, [1, 3])[:, 0], [-1, 1]),
     },
     "norm_adv_by_std_in_grpo": {
         "True": ({}, lambda a: advantages(a, [1, 0])[:, 0], [0.7071058, -0.7071058]),
@@ -151,6 +159,12 @@ EQUAL = {
             {},
             lambda a: advantages(a, [1, 0, 0, 0])[:, 0],
             [2.999988, *[-0.999996] * 3],
+        ),
+        # 1/2 / (0.7071068 + 1e-4): one group is the batch
+        "batch": (
+            {"advantage_kwargs": {"epsilon": 1e-4}},
+            lambda a: advantages(a, [1, 0])[:, 0],
+            [0.7070068, -0.7070068],
         ),
     },
     "vllm_importance_sampling_mode": {  # the cap is 3
@@ -212,14 +226,6 @@ def test_every_number_is_claimed():
 
 
 def test_what_the_page_says_of_unequal_values():
-    # groups 1 1, 0 0, 1 0. TRL: 1/2 over the std of all six rewards, sqrt(1.5 / 5) = 0.5477226
-    scores = np.array([1, 1, 0, 0, 1, 0], np.float32)[:, None]
-    given = {"token_level_rewards": scores, "index": np.repeat([0, 1, 2], 2).astype(np.int32)}
-    given |= dict.fromkeys(("response_mask", "loss_mask"), np.ones_like(scores))
-    normalized = make_estimate(AlgorithmConfig(advantage_batch_normalize=True))(**given)[1]
-    assert pytest.approx(0.913, abs=5e-4) == 0.5 / 0.5477226
-    # ours: +-0.7071 of two in six tokens have variance 1/6: 0.7071 sqrt(6)
-    np.testing.assert_allclose(normalized[4:, 0], [1.7320508, -1.7320508], rtol=1e-4)
     # a KL of 1 on a row of one token, beside nine without: 1/2 here, 1/10 over tokens
     mask = np.zeros((2, 9), np.float32)
     mask[0, 0] = mask[1] = 1
@@ -251,7 +257,7 @@ SYSTEMS = {
     "AReaL": (-1 * S * 1.4 - 2 * S + 4 * 2 * S * 0.6) / 3,
     "slime": S * ((-1.2 - 1) / 2 + 0.8) / 2,
     "OpenRLHF": 0.5 / (S + 1e-9) * (-1.2 - 1 + 0.8) / 3,  # with a KL of 0
-    "NeMo-RL": (-1.2 - 1 + 0.8) / 3,  # before its division by the std, 0.7071
+    "NeMo-RL": (-1.2 - 1 + 0.8) / 3,  # one other has no std
 }
 
 

@@ -322,6 +322,19 @@ def test_functions_by_path_and_by_registered_name():
         registry.PolicyLossRegistry.unregister("my_loss")
 
 
+def test_a_group_that_fills_one_set_warns():
+    message = "n_samples_per_prompt=4: in a group of 4 the advantage of 'pass_at_k' is 0; set 5 or"
+    four = {
+        "generator.n_samples_per_prompt": 4,
+        "trainer.algorithm.advantage_estimator": "pass_at_k",
+    }
+    with pytest.warns(UserWarning, match=message):
+        check(four)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(four | {"trainer.algorithm.advantage_kwargs": {"k": 3}})
+
+
 @pytest.mark.parametrize(("estimator", "effect"), [("grpo", "the reward itself"), ("rloo", "0")])
 def test_groups_of_one_warn(estimator, effect):
     message = rf"n_samples_per_prompt=1: .* advantage of '{estimator}' is {effect}; set 2 or more"

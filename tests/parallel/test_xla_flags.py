@@ -11,6 +11,10 @@ import pytest
 from jaxrl.parallel import xla_flags
 
 SCHEDULER = "--xla_gpu_enable_latency_hiding_scheduler=true"
+LOOPS = (
+    "--xla_gpu_enable_command_buffer="
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+)
 ATOMICS = "--xla_backend_extra_options=-nvptx-allow-ftz-atomics"
 
 
@@ -37,6 +41,7 @@ def gpu_machine(monkeypatch):
         ("0.10.2", [SCHEDULER, ATOMICS]),
         ("0.11.0", [SCHEDULER, ATOMICS]),
         ("0.11.1", [SCHEDULER]),
+        ("0.11.2", [SCHEDULER, LOOPS]),
         ("0.12.0.1", [SCHEDULER]),
         ("0.13.0", []),  # nobody has tried whether it knows them
     ],
