@@ -389,12 +389,12 @@ def check_staleness(algorithm: AlgorithmConfig, max_staleness_steps: int) -> Non
     stale = f"with trainer.fully_async.max_staleness_steps={max_staleness_steps}: "
     if ratio_anchor(algorithm) is None:
         why = "it has no ratio, and learns what an older policy said as if it were the policy's own"
-        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
-    fix = f"{choices}; or {_ALGORITHM}.old_log_probs='rollout'"
+    else:
+        why = "its ratio is against the policy at the start of the step, and an older one sampled"
+        choices += f"; or {_ALGORITHM}.old_log_probs='rollout'"
     if not ROWS[name].uncorrected:
-        fix += f" or {_CORRECTION}.tis_ratio_type='token'"
-    why = "its ratio is against the policy at the start of the step, and an older one sampled"
-    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {fix}")
+        choices += f" or {_CORRECTION}.tis_ratio_type='token'"
+    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
 
 
 def check_objective(config: TrainConfig) -> None:
