@@ -141,12 +141,13 @@ def assert_invariant(make, algorithm, reduction, cuts=CUTS, **options):
 
 # A loss whose defaults would drop no token of the batch.
 SETTINGS = {"clip_cov": ClipCovConfig(clip_ratio=0.2, clip_cov_lb=-1.0, clip_cov_ub=5.0)}
-# Hyperparameters without a default, or with one that would change nothing in the batch.
+# Hyperparameters without a default, or with one that would drop or clip all or nothing.
 HYPERPARAMETERS = {
+    "vespo": {"k_pos": 0.3, "k_neg": 0.3},
     "dro": {"beta": 0.5},
-    "m2po": {"tau": 0.005},
-    "bapo": {"high_min": 1.02, "low_min": 0.9, "low_max": 0.99, "rho": 0.5},
-    "ipo": {"threshold": 0.001, "kl_tau": 0.1},
+    "m2po": {"tau": 0.2},
+    "bapo": {"rho": 0.2, "high_min": 1.02},
+    "ipo": {"threshold": 0.02},
 }
 
 
