@@ -88,7 +88,7 @@ def farthest(distance: FloatBT, constrained: BoolBT, tau: float) -> BoolBT:
 
 def _formula(config: Any) -> str:
     tau = hyperparameters(m2po, config)["tau"]
-    return f"-r A; 0 for the largest (log r)^2, until their mean is {tau:g} (A log r > 0)"
+    return f"-r A; where A log r > 0, 0 for the largest (log r)^2 until the mean is <= {tau:g}"
 
 
 def _check(config: Any) -> Iterable[Problem]:

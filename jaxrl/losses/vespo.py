@@ -1,6 +1,5 @@
 """VESPO: a smooth weight of each sequence's importance ratio."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,7 +59,7 @@ def vespo(
         loss_mask, log_probs, old_log_probs, advantages
     )
     log_ratio = clamp(jax.lax.stop_gradient(log_probs) - old_log_probs, -20.0, 20.0)
-    log_w = clamp(masked_sum(log_ratio, loss_mask, axis=-1), math.log(1e-8), 20.0)[:, None]
+    log_w = clamp(masked_sum(log_ratio, loss_mask, axis=-1), jnp.log(1e-8), 20.0)[:, None]
     k = jnp.where(advantages >= 0, k_pos, k_neg)
     fade = jnp.where(advantages >= 0, lambda_pos, lambda_neg)
     phi = jnp.exp(k * log_w + fade * (1 - jnp.exp(log_w)))
