@@ -7,6 +7,7 @@ meant is in `oddities`.
 
 import inspect
 import math
+import operator
 import warnings
 from typing import Any
 
@@ -48,6 +49,7 @@ from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
 from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.off_policy import correction_enabled
+from jaxrl.losses.row import hyperparameters
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
 from jaxrl.registry.bind import check_pure_functions, make_policy_loss
 
@@ -435,11 +437,14 @@ def _check_discounts(algorithm: AlgorithmConfig) -> None:
 
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     """Check the hyperparameters of the chosen loss; those of others may have any value."""
-    row = loss_row(algorithm)
-    for field, fix in row.check(algorithm) if row else ():
-        value: Any = algorithm
-        for part in field.split("."):
-            value = getattr(value, part)
+    if (row := loss_row(algorithm)) is None:
+        return
+    for field, fix in row.check(algorithm):
+        section, _, name = field.rpartition(".")
+        if section == "policy_loss_kwargs":
+            value = hyperparameters(row.fn, algorithm).get(name)
+        else:
+            value = operator.attrgetter(field)(algorithm)
         fail(f"{_ALGORITHM}.{field}", value, fix)
 
 

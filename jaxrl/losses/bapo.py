@@ -79,11 +79,12 @@ def bapo(
         part = weight * jnp.abs(loss)  # of the masked it is 0, as their advantage is
         return jnp.where(advantages > 0, part, 0).sum() < rho * part.sum()
 
-    low, high = bounds(
-        jax.lax.while_loop(
-            lambda step: (step < wider + narrower) & too_small(step), lambda step: step + 1, 0
-        )
+    step = jax.lax.while_loop(
+        lambda step: (step < wider + narrower) & too_small(step),
+        lambda step: step + 1,
+        jnp.zeros((), jnp.int32),
     )
+    low, high = bounds(step)
     loss, clipped = clipped_surrogate(ratio, advantages, 1 - low, high - 1)
     return loss, {"clip_ratio": clipped, "bapo/low": low, "bapo/high": high}
 

@@ -90,7 +90,7 @@ ROW = Loss(
     paper="https://arxiv.org/abs/2602.10693",
     ratio=lambda c: ["W = exp(sum_t (log_probs - {anchor}_log_probs)), per row"],
     usual_reduction="token_mean",
-    uncorrected="the difference to the sampler belongs into W: set old_log_probs='rollout'",
+    uncorrected="the difference to the sampler belongs in W: set old_log_probs='rollout'",
     plain_at_one=True,
     check=_check,
 )

@@ -153,7 +153,7 @@ LOSSES_WITH_NUMBERS = {
     "topr": "alpha = min(W, 1) where A < 0, else 1 W = exp(sum_t (log_probs - rollout_log_probs))",
     "gpg": "l = -A log_probs advantage",
     "dro": "l = -A log_probs + beta/2 (log r)^2 r = exp(log_probs - old_log_probs)",
-    "m2po": "l = -r A; where A log r > 0, 0 for the largest (log r)^2 until the mean is <= 0.04 r =",
+    "m2po": "l = -r A; where A log r > 0, 0 for the largest (log r)^2 until the mean is <= 0.04 r",
     "aspo": "w = min(1/r, 3) where A > 0, r <= 1.2; min(r, 3) where A < 0, r >= 0.8; else 0 r =",
     "dcpo": "clip(r, 1/2 + sqrt(1 - 0.8/q)/2, 1/2 + sqrt(1 + 0.8/q)/2) A), r <= 10 r = exp(",
     "bapo": "low in [0.6, 0.9], high in [1.2, 3]: |l| of A > 0 at least 0.4 of all r = exp(",
