@@ -1,10 +1,10 @@
-"""Seconds and temporaries of value and gradient of every policy loss, beside eager torch.
+"""Seconds and temporaries of value and gradient of policy losses, beside eager torch.
 
     python -m benchmarks.losses [--json=FILE] [--rows=512] [--length=4096]
 
-Claim: but for clip_cov and kl_cov, which sort all tokens, every loss takes less time jitted than
-the same formula in eager torch on the same machine, and holds at most 6 temporary [B, T] arrays
-beyond its inputs and its gradient.
+Claim: but for clip_cov and kl_cov, which sort all tokens, every loss of systems/torch_losses.py
+takes less time jitted than the same formula in eager torch on the same machine, and holds at most 6
+temporary [B, T] arrays beyond its inputs and its gradient.
 
 The objective is sum_bt w_bt loss_bt with the weights of token_mean, differentiated by log_probs.
 Both systems get the same arrays and the same number of threads, and run in turns, the least of
@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--losses", nargs="*", default=list(LOSSES), choices=list(LOSSES))
+    names = list(torch_losses.LOSSES)
+    parser.add_argument("--losses", nargs="*", default=names, choices=names)
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape")
     arguments = parser.parse_args(argv)

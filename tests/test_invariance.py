@@ -141,11 +141,20 @@ def assert_invariant(make, algorithm, reduction, cuts=CUTS, **options):
 
 # A loss whose defaults would drop no token of the batch.
 SETTINGS = {"clip_cov": ClipCovConfig(clip_ratio=0.2, clip_cov_lb=-1.0, clip_cov_ub=5.0)}
+# Hyperparameters without a default, or with one that would drop or clip all or nothing.
+HYPERPARAMETERS = {
+    "vespo": {"k_pos": 0.3, "k_neg": 0.3},
+    "dro": {"beta": 0.5},
+    "m2po": {"tau": 0.2},
+    "bapo": {"rho": 0.2, "high_min": 1.02},
+    "ipo": {"threshold": 0.02},
+}
 
 
 def algorithm_of(loss, **settings):
     """With KL and entropy terms; the ratios of the batch are clipped here and there."""
     own = {loss: SETTINGS[loss]} if loss in SETTINGS else {}
+    own["policy_loss_kwargs"] = HYPERPARAMETERS.get(loss, {})
     return algorithm_with(
         policy_loss_type=loss, eps_clip_low=0.1, eps_clip_high=0.1, **own, **settings
     )

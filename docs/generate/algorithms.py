@@ -145,7 +145,7 @@ def _loss_facts(name: str, row: Loss) -> dict[str, str]:
     against = {"old": "the policy before the step", "rollout": "the sampler", None: "nothing"}
     reductions = allowed_reductions(name)
     correction = (
-        "yes" if anchor == "old" else "masks only: the ratio is against the sampler already"
+        "masks only: the ratio is against the sampler already" if anchor == "rollout" else "yes"
     )
     if row.corrects_itself:
         correction = "masks only: it weighs against the sampler itself"
@@ -158,8 +158,9 @@ def _loss_facts(name: str, row: Loss) -> dict[str, str]:
         if reductions == REDUCTIONS
         else ", ".join(f"`{r}`" for r in reductions),
     }
-    if settings := _settings(parse_docstring(row.fn).arguments):
-        facts["defaults"] = settings
+    settings = [_settings(parse_docstring(row.fn).arguments), *_hyperparameters(row.fn)]
+    if defaults := ", ".join(filter(None, settings)):
+        facts["defaults"] = defaults
     if row.whole_batch:
         facts["needs"] = "the whole minibatch at once, which costs one more forward pass"
     return facts
@@ -171,6 +172,16 @@ def _settings(arguments: str) -> str:
     words = re.findall(r"[a-z_]+(?:\.[a-z_]+)*", entry.group(1)) if entry else []
     defaults = flatten(AlgorithmConfig())
     return ", ".join(f"`{w} = {defaults[w]!r}`" for w in dict.fromkeys(words) if w in defaults)
+
+
+def _hyperparameters(func: Callable[..., Any]) -> list[str]:
+    """Return the keyword-only parameters of a loss, with defaults where there are any."""
+    return [
+        f"`policy_loss_kwargs.{p.name}"
+        + ("` (none: to be set)" if p.default is p.empty else f" = {p.default!r}`")
+        for p in inspect.signature(func).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    ]
 
 
 def _estimator_facts(func: Callable[..., Any]) -> dict[str, str]:

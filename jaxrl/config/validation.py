@@ -7,6 +7,7 @@ meant is in `oddities`.
 
 import inspect
 import math
+import operator
 import warnings
 from typing import Any
 
@@ -51,6 +52,7 @@ from jaxrl.config.trainer import TrainerConfig, compute_dtype
 from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.kl import UNBIASED
 from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
+from jaxrl.losses.row import hyperparameters
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
 from jaxrl.registry.bind import check_pure_functions, make_policy_loss
 
@@ -392,12 +394,12 @@ def check_staleness(algorithm: AlgorithmConfig, max_staleness_steps: int) -> Non
     stale = f"with trainer.fully_async.max_staleness_steps={max_staleness_steps}: "
     if ratio_anchor(algorithm) is None:
         why = "it has no ratio, and learns what an older policy said as if it were the policy's own"
-        fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
-    fix = f"{choices}; or {_ALGORITHM}.old_log_probs='rollout'"
+    else:
+        why = "its ratio is against the policy at the start of the step, and an older one sampled"
+        choices += f"; or {_ALGORITHM}.old_log_probs='rollout'"
     if not ROWS[name].uncorrected:
-        fix += f" or {_CORRECTION}.tis_ratio_type='token'"
-    why = "its ratio is against the policy at the start of the step, and an older one sampled"
-    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {fix}")
+        choices += f" or {_CORRECTION}.tis_ratio_type='token'"
+    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
 
 
 def check_objective(config: TrainConfig) -> None:
@@ -439,11 +441,14 @@ def _check_discounts(algorithm: AlgorithmConfig) -> None:
 
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     """Check the hyperparameters of the chosen loss; those of others may have any value."""
-    row = loss_row(algorithm)
-    for field, fix in row.check(algorithm) if row else ():
-        value: Any = algorithm
-        for part in field.split("."):
-            value = getattr(value, part)
+    if (row := loss_row(algorithm)) is None:
+        return
+    for field, fix in row.check(algorithm):
+        section, _, name = field.rpartition(".")
+        if section == "policy_loss_kwargs":
+            value = hyperparameters(row.fn, algorithm).get(name)
+        else:
+            value = operator.attrgetter(field)(algorithm)
         fail(f"{_ALGORITHM}.{field}", value, fix)
 
 

@@ -9,38 +9,60 @@ What is true of one loss is its row, `ROW` at the end of its file; see `row.py`.
 file, a line here and a test.
 """
 
+from jaxrl.losses.aspo import ROW as ASPO, aspo
+from jaxrl.losses.bapo import ROW as BAPO, bapo
+from jaxrl.losses.ce_gppo import ROW as CE_GPPO, ce_gppo
 from jaxrl.losses.cispo import ROW as CISPO, cispo
 from jaxrl.losses.clip_cov import ROW as CLIP_COV, clip_cov
 from jaxrl.losses.cross_entropy import ROW as CROSS_ENTROPY, cross_entropy
+from jaxrl.losses.dcpo import ROW as DCPO, dcpo
 from jaxrl.losses.decoupled_ppo import ROW as DECOUPLED_PPO, decoupled_ppo
 from jaxrl.losses.dppo import ROW as DPPO, dppo
+from jaxrl.losses.dro import ROW as DRO, dro
 from jaxrl.losses.dual_clip import ROW as DUAL_CLIP, dual_clip
 from jaxrl.losses.gmpo import ROW as GMPO, gmpo
+from jaxrl.losses.gpg import ROW as GPG, gpg
 from jaxrl.losses.gspo import ROW as GSPO, gspo
 from jaxrl.losses.importance_sampling import ROW as IMPORTANCE_SAMPLING, importance_sampling
+from jaxrl.losses.ipo import ROW as IPO, ipo
 from jaxrl.losses.kl_cov import ROW as KL_COV, kl_cov
+from jaxrl.losses.luspo import ROW as LUSPO, luspo
+from jaxrl.losses.m2po import ROW as M2PO, m2po
 from jaxrl.losses.regular import ROW as REGULAR, regular
 from jaxrl.losses.rollout_is import ROW as ROLLOUT_IS, rollout_is
 from jaxrl.losses.row import Loss
 from jaxrl.losses.sapo import ROW as SAPO, sapo
+from jaxrl.losses.topr import ROW as TOPR, topr
+from jaxrl.losses.vespo import ROW as VESPO, vespo
 
 __all__ = [
     "BATCH_STATISTICS",
     "LOSSES",
     "ROWS",
+    "aspo",
+    "bapo",
+    "ce_gppo",
     "cispo",
     "clip_cov",
     "cross_entropy",
+    "dcpo",
     "decoupled_ppo",
     "dppo",
+    "dro",
     "dual_clip",
     "gmpo",
+    "gpg",
     "gspo",
     "importance_sampling",
+    "ipo",
     "kl_cov",
+    "luspo",
+    "m2po",
     "regular",
     "rollout_is",
     "sapo",
+    "topr",
+    "vespo",
 ]
 
 ROWS: dict[str, Loss] = {
@@ -59,6 +81,17 @@ ROWS: dict[str, Loss] = {
         GMPO,
         IMPORTANCE_SAMPLING,
         CROSS_ENTROPY,
+        CE_GPPO,
+        VESPO,
+        LUSPO,
+        TOPR,
+        GPG,
+        DRO,
+        M2PO,
+        ASPO,
+        DCPO,
+        BAPO,
+        IPO,
     )
 }
 LOSSES = {name: row.fn for name, row in ROWS.items()}

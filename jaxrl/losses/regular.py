@@ -9,7 +9,7 @@ from jaxrl.losses.row import Loss, odd_bounds, surrogate
 
 
 def clipped_surrogate(
-    ratio: FloatBT, advantages: FloatBT, eps_low: float, eps_high: float
+    ratio: FloatBT, advantages: FloatBT, eps_low: Array | float, eps_high: Array | float
 ) -> tuple:
     """Return -min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) and where the clip acted [B, T]."""
     objective = ratio * advantages

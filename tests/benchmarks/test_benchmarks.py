@@ -49,8 +49,8 @@ from benchmarks import (
 )
 from benchmarks.grpo_step import make_workload, skewed_lengths
 from benchmarks.shapes import SHAPES
+from benchmarks.systems import torch_losses
 from jaxrl import config as cfg
-from jaxrl.losses import LOSSES
 from jaxrl.models.exact import choose_tiles
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.transformer import TransformerConfig, init_params
@@ -233,7 +233,7 @@ def test_experts(tmp_path, capsys):
 def test_losses(tmp_path, capsys):
     printed, report = run(losses, tmp_path, capsys, "--repeats=1")
     assert "torch/ours" in printed
-    assert [row["loss"] for row in report["rows"]] == list(LOSSES)
+    assert [row["loss"] for row in report["rows"]] == list(torch_losses.LOSSES)
     assert all(row["seconds"] > 0 and row["torch_seconds"] > 0 for row in report["rows"])
 
 

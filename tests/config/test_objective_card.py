@@ -146,6 +146,18 @@ LOSSES_WITH_NUMBERS = {
     "gmpo": "l = -r A, e = min(d, 0.2) where A > 0, max(d, -0.2) where A < 0 r = exp(mean_t e)",
     "importance_sampling": "l = -r A r = exp(log_probs - old_log_probs)",
     "cross_entropy": "l = -log_probs advantage not used",
+    "ce_gppo": "l = -w A, w = 0.75 x 0.8 r/sg[r] where r < 0.8, A < 0; 1 x 1.2 r/sg[r] where r",
+    "vespo": "l = -sg[W^k exp(lambda (1 - W))] A log_probs, k = 2, lambda = 3 where A >= 0, else "
+    "3, 2 W = exp(sum_t (log_probs - old_log_probs)), per row",
+    "luspo": "clip(r, 0.8, 1.2) A) |y|, |y| = tokens of the row r = exp(mean_t (log_probs - old",
+    "topr": "alpha = min(W, 1) where A < 0, else 1 W = exp(sum_t (log_probs - rollout_log_probs))",
+    "gpg": "l = -A log_probs advantage",
+    "dro": "l = -A log_probs + beta/2 (log r)^2 r = exp(log_probs - old_log_probs)",
+    "m2po": "l = -r A; where A log r > 0, 0 for the largest (log r)^2 until the mean is <= 0.04 r",
+    "aspo": "w = min(1/r, 3) where A > 0, r <= 1.2; min(r, 3) where A < 0, r >= 0.8; else 0 r =",
+    "dcpo": "clip(r, 1/2 + sqrt(1 - 0.8/q)/2, 1/2 + sqrt(1 + 0.8/q)/2) A), r <= 10 r = exp(",
+    "bapo": "low in [0.6, 0.9], high in [1.2, 3]: |l| of A > 0 at least 0.4 of all r = exp(",
+    "ipo": "l = -r A where |p - q| <= 0.1, else 0; + 0.001 (log r)^2 r = exp(log_probs - rollout",
 }
 
 

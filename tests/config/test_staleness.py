@@ -121,7 +121,7 @@ def test_no_forward_pass_where_the_sampler_gives_the_anchor():
 
 # ---------------------------------------------------------------- rollouts of an older policy
 
-CORRECTED = {"rollout_is", "dppo", "decoupled_ppo"}
+CORRECTED = {"rollout_is", "dppo", "decoupled_ppo", "topr", "m2po", "ipo"}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -134,8 +134,8 @@ def test_a_loss_against_the_policy_before_the_step_is_refused_with_stale_rollout
     message = rf"policy_loss_type='{name}': with .*max_staleness_steps=4: .* set .*'decoupled_ppo'"
     with pytest.raises(ValueError, match=message) as error:
         check_staleness(algorithm, 4)
-    assert ("old_log_probs='rollout'" in str(error.value)) is (name != "cross_entropy")
-    uncorrected = {"clip_cov", "kl_cov", "gmpo", "cross_entropy"}
+    assert ("old_log_probs='rollout'" in str(error.value)) is (name not in {"cross_entropy", "gpg"})
+    uncorrected = {"clip_cov", "kl_cov", "gmpo", "cross_entropy", "vespo", "bapo"}
     assert ("tis_ratio_type='token'" in str(error.value)) is (name not in uncorrected)
 
 

@@ -299,6 +299,17 @@ def test_fields_of_a_user_class_are_not_judged():
             {"trainer.algorithm.policy_loss_kwargs": {"beta": 1}},
             r"trainer.algorithm.policy_loss_kwargs.beta=1: 'regular' takes no such parameter",
         ),
+        (
+            {"trainer.algorithm.policy_loss_type": "dro"},
+            r"trainer.algorithm.policy_loss_kwargs.beta=None: must be > 0; it has no default",
+        ),
+        (
+            {
+                "trainer.algorithm.policy_loss_type": "bapo",
+                "trainer.algorithm.policy_loss_kwargs": {"low_max": 0.5},
+            },
+            r"trainer.algorithm.policy_loss_kwargs.low_min=0.6: must be between 0 and low_max=0.5",
+        ),
     ],
 )
 def test_error_names_field_value_and_fix(overrides, message):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.array_ops import masked_sum
 from jaxrl.config import AlgorithmConfig, DecoupledPPOConfig
-from jaxrl.losses import BATCH_STATISTICS, LOSSES
+from jaxrl.losses import BATCH_STATISTICS, LOSSES, ROWS as LOSS_ROWS
 from jaxrl.losses.reduction import REDUCTIONS, reduction_weights
 
 CONFIG = AlgorithmConfig()
@@ -41,11 +41,12 @@ def log_linear(
 
 
 ALL = {**LOSSES, "user": user_loss, "log_linear": log_linear}
+REQUIRED = {"dro": {"beta": 0.1}}  # hyperparameters without a default
 
 
 def allowed(name):
     """The reductions that a loss is defined with."""
-    return ("sequence_mean",) if name == "gmpo" else REDUCTIONS
+    return (name in LOSS_ROWS and LOSS_ROWS[name].reductions) or REDUCTIONS
 
 
 def minibatch(dtype="float32", seed=0):
@@ -73,6 +74,7 @@ def per_token(name, x, config=CONFIG):
     offered = {k: v for k, v in offered.items() if k in named}
     if "rollout_log_probs" in named:
         offered["rollout_log_probs"] = x["rollout"]
+    offered |= REQUIRED.get(name, {})
     loss, _ = func(
         x["log_probs"], x["old"], x["advantages"], config, loss_mask=x["mask"], **offered
     )
@@ -207,7 +209,8 @@ def test_on_policy_gradient_is_minus_advantage_times_weight(name):
     x |= {"old": x["log_probs"], "rollout": x["log_probs"]}
     weights = np.asarray(weigh(x, "sequence_mean"))
     _, grad = value_and_grad(name, x, weights)
-    np.testing.assert_allclose(grad, -x["advantages"] * weights, rtol=1e-5, atol=1e-7)
+    length = x["mask"].sum(-1, keepdims=True) if name == "luspo" else 1  # which it multiplies by
+    np.testing.assert_allclose(grad, -x["advantages"] * weights * length, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - BATCH_STATISTICS))

@@ -129,5 +129,7 @@ def test_builtin_losses_called_by_themselves_refuse_another_rank(name):
     supplied = {"rollout_log_probs": ones}
     if "key" in inspect.signature(LOSSES[name]).parameters:
         supplied["key"] = jax.random.key(0)
+    if name == "dro":
+        supplied["beta"] = 0.1
     with pytest.raises(AssertionError, match="has rank 1 .* but expected 2"):
         LOSSES[name](ones, ones, ones, AlgorithmConfig(), **supplied)
