@@ -44,9 +44,9 @@ sum_bt w_bt c_bt L_bt + kl_loss_coef sum_bt k_bt KL_bt - entropy_loss_coef sum_b
 with the loss L of a token, the weights w of `loss_reduction`, the off-policy correction c, and for
 KL, entropy and the likelihood of right rows weights of their own (mean over sequences, or that of
 the loss with `kl_loss_reduction = "loss"`; mean over tokens; mean over the tokens of rows with a
-reward above 0). Corrections by their names in other systems: [off_policy.md](off_policy.md). Nothing else divides by
-a count. Every run prints the objective that its config means. All settings are fields of
-`trainer.algorithm`. Functions of your own: [custom_algorithms.md](custom_algorithms.md). What each
+reward above 0). Nothing else divides by a count. Corrections by their names in other systems:
+[off_policy.md](off_policy.md). Every run prints the objective that its config means. All settings
+are fields of `trainer.algorithm`. Functions of your own: [custom_algorithms.md](custom_algorithms.md). What each
 learns of a small task in 100 steps: [sort_digits.md](sort_digits.md).
 
 A_t advantage, r_t ratio, m mask of the tokens that the policy sampled, sg[] no gradient.
