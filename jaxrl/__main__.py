@@ -27,6 +27,7 @@ COMMANDS = {
     "Train": {
         "train": ("jaxrl.train", "reinforcement learning: from a recipe to a trained policy"),
         "sft": ("jaxrl.sft", "supervised fine-tuning on conversations"),
+        "sweep": ("jaxrl.sweep", "several losses and estimators with several seeds: one table"),
         "launch": ("jaxrl.cluster.launch", "train on the hosts of a cluster, or in processes here"),
     },
     "Before a run": {

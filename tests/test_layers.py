@@ -41,6 +41,7 @@ LAYERS = {
     "audit": 8,
     "replay": 8,
     "compare": 8,
+    "sweep": 8,
     "report": 8,
     "new": 8,
     "recipes": 8,

@@ -46,8 +46,9 @@ KL, entropy and the likelihood of right rows weights of their own (mean over seq
 the loss with `kl_loss_reduction = "loss"`; mean over tokens; mean over the tokens of rows with a
 reward above 0). Nothing else divides by a count. Corrections by their names in other systems:
 [off_policy.md](off_policy.md). Every run prints the objective that its config means. All settings
-are fields of `trainer.algorithm`. Functions of your own: [custom_algorithms.md](custom_algorithms.md). What each
-learns of a small task in 100 steps: [sort_digits.md](sort_digits.md).
+are fields of `trainer.algorithm`. Functions of your own:
+[custom_algorithms.md](custom_algorithms.md). What each learns of a small task in 100 steps:
+[sort_digits.md](sort_digits.md).
 
 A_t advantage, r_t ratio, m mask of the tokens that the policy sampled, sg[] no gradient.
 """

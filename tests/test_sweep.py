@@ -1,0 +1,118 @@
+"""Sweeps: methods, learning rates and seeds on one task; intervals, tables, runs that fail."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl import config as cfg
+from jaxrl.sweep import main
+from jaxrl.tools.compare.variants import parse_variants
+from jaxrl.tools.sweep.summary import best_lr, bootstrap, ranked, summary, table
+from jaxrl.tools.sweep.sweep import sweep
+from jaxrl.tools.sweep.units import Outcome, units
+from jaxrl.train import train
+from tests.test_train import QUICKSTART, metric_lines, small
+
+
+def outcome(method="a", lr=1.0, seed=1, score=0.5, error=""):
+    return Outcome(method, lr, seed, [0.1, 0.2], None if error else score, 0.3, error)
+
+
+def test_an_interval_is_that_of_all_resampled_means():
+    # of 0 and 1 the means are 0, 1/2, 1/2, 1: 2.5 % and 97.5 % are 0 and 1
+    found = bootstrap([0.0, 1.0])
+    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
+    assert str(bootstrap([0.25] * 5)) == "0.250 [0.250, 0.250]"
+    values = [0.2, 0.4, 0.6, 0.7, 0.9]
+    every = np.array(values)[np.indices([5] * 5).reshape(5, -1)].mean(0)  # all 3,125 resamples
+    low, high = np.percentile(every, [2.5, 97.5])
+    found = bootstrap(values)
+    np.testing.assert_allclose([found.low, found.high], [low, high], atol=0.015)
+
+
+def test_the_rate_with_the_best_mean_is_chosen_and_what_fails_earns_nothing():
+    tried = [
+        outcome(lr=1e-3, score=0.4),
+        outcome(lr=1e-3, score=0.4),
+        outcome(lr=1e-2, score=0.7),
+        outcome(lr=1e-2, error="diverged"),  # 0.35
+        outcome(lr=3e-3, score=0.4),  # equal to the smaller one
+        outcome(lr=3e-3, score=0.4),
+    ]
+    assert best_lr(tried) == (1e-3, {1e-3: 0.4, 3e-3: 0.4, 1e-2: 0.35})
+
+
+def test_the_table_is_by_score_and_names_failures():
+    good = summary("good", [outcome(score=0.9), outcome(seed=2, score=0.7)], {})
+    bad = summary("bad", [outcome(score=0.1), outcome(seed=2, error="a | b")], {})
+    gone = summary("gone", [outcome(error="refused")], {})
+    assert [x.method for x in ranked([gone, bad, good])] == ["good", "bad", "gone"]
+    lines = table([gone, bad, good]).splitlines()[2:]
+    assert lines[0].startswith("| `good` | 1 | 2 | 0.800 [0.700, 0.900] |")
+    assert lines[1].endswith("| seed 2: a / b |")
+    assert lines[2] == "| `gone` | 1 | 1 |  |  | seed 1: refused |"
+
+
+def test_a_result_is_found_by_all_that_its_run_is_made_of(tmp_path):
+    variants = parse_variants(cfg.resolve(small(tmp_path)), "regular,gspo", "grpo,rloo")
+    runs = units(variants, (1e-3, 1e-2), (1, 2), tmp_path)
+    assert len({x.result for x in runs}) == len(runs) == 16
+    elsewhere = units(variants, (1e-3, 1e-2), (1, 2), tmp_path / "other")
+    assert [x.result.name for x in runs] == [x.result.name for x in elsewhere]
+    longer = cfg.apply_overrides(variants[0].config, {"trainer.max_training_steps": 5})
+    other = units([variants[0].__class__("x", longer)], (1e-3,), (1,), tmp_path)
+    assert other[0].result not in {x.result for x in runs}
+
+
+def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, capsys):
+    """The score is that of `jaxrl train` with the same seed; one loss fails in its first step."""
+    settings = {"trainer.max_training_steps": 3, "trainer.eval_interval": 3}
+    config = cfg.resolve(small(tmp_path / "own", **settings))
+    variants = parse_variants(config, "regular,tests.test_sweep:broken", None)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(variants, tmp_path / "out", seeds=[1, 2], say=_stop_after_first)
+    kept = {x: x.stat().st_mtime_ns for x in (tmp_path / "out" / "results").iterdir()}
+    assert 0 < len(kept) < 4
+    said = []
+    found = sweep(variants, tmp_path / "out", seeds=[1, 2], say=said.append)
+    assert all(x.stat().st_mtime_ns == time for x, time in kept.items())
+    assert len(said) == 4
+    train(small(tmp_path / "own", **settings, **{"trainer.seed": 1}))
+    lines = metric_lines(tmp_path / "own")
+    rewards = [x["reward/avg_raw_reward"] for x in lines if "reward/avg_raw_reward" in x]
+    regular, broken = found
+    np.testing.assert_allclose(regular.outcomes[0].rewards, rewards, atol=1e-6)
+    assert regular.outcomes[0].score == pytest.approx(rewards[-1], abs=1e-6)
+    assert broken.score is None
+    assert all("no such thing" in x for x in broken.failures)
+    assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
+    numbers = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [x["method"] for x in numbers] == ["regular", "tests.test_sweep:broken"]
+    before = (tmp_path / "out" / "table.md").read_text()
+    sweep(variants, tmp_path / "out", seeds=[1, 2], say=said.append)
+    assert (tmp_path / "out" / "table.md").read_text() == before
+
+
+def _stop_after_first(_):
+    raise KeyboardInterrupt
+
+
+def broken(log_probs, old_log_probs, advantages, config, loss_mask=None):
+    """A user's loss that fails where it is computed, but not where it is looked at."""
+    if isinstance(log_probs, np.ndarray) or log_probs.shape[0] >= 0:
+        raise ValueError("no such thing")
+    return log_probs, {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lrs=1e-3"], "lrs and tuning_seeds belong together"),
+        (["--lrs=1e-3", "--tuning-seeds=2"], "tuning_seeds: 2 is one of seeds"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, capsys, words, said):
+    given = [f"--config={QUICKSTART}", "--losses=regular", "--seeds=1,2", f"--out={tmp_path}"]
+    assert main([*given, *words]) == 2
+    assert said in capsys.readouterr().err
