@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import (
     agreement,
+    baselines,
     capacity,
     chaos,
     collectives,
@@ -513,3 +514,19 @@ def test_the_exact_mode_has_no_difference():
     drawn, largest, apart = exact.difference(model, params, jnp.bfloat16, tiles, tokens=500)
     assert drawn >= 500
     assert largest == apart == 0
+
+
+def test_baselines_are_valid_and_each_is_another_config():
+    found = baselines.methods(100, [])
+    names = [x.name for x in found]
+    assert len(set(names)) == len(names)
+    rows = {*baselines.LOSSES, *baselines.TERMS, *baselines.ESTIMATORS, *baselines.CRITICS}
+    assert set(names) == rows
+    for variant in found:
+        cfg.validate(variant.config, num_devices=1)
+    settings = [json.dumps(cfg.get_config_as_dict(x.config), sort_keys=True) for x in found]
+    assert len(set(settings)) == len(settings)
+    nsr = found[names.index("nsr")].config.trainer.algorithm
+    assert nsr.advantage_kwargs == {"threshold": 0.99, "positive_weight": 0.0}
+    with pytest.raises(ValueError, match="'grop' is none of regular"):
+        baselines.methods(100, ["grop"])
