@@ -102,7 +102,7 @@ from jaxrl.training.rewards import (
 from jaxrl.training.routes import routes_of_any_token, routes_of_model
 from jaxrl.training.staleness import with_staleness
 from jaxrl.training.update import every_way, minibatches_of_step, rows_without_update
-from jaxrl.types import GeneratorOutput, Message, Prompt, TrainBatch, TrainState
+from jaxrl.types import FloatBT, GeneratorOutput, Message, Prompt, TrainBatch, TrainState
 
 # Arrays of a checkpoint's buffer: groups that are carried, what prompts were answered.
 UNDER_WAY, ANSWERS = "under_way", "answers"
@@ -573,7 +573,7 @@ class Trainer:
         self.ledger.keep(output)
         row = estimator_row(self.config.trainer.algorithm)
         if row and row.needs_terms and "reward_terms" not in output:
-            raise ValueError(
+            raise ContractError(
                 f"trainer.algorithm.advantage_estimator={row.fn.__name__!r} normalises rewards by "
                 "name, and the environment gives one number; return {name: reward, ...}, or add "
                 "environment.reward_functions"
@@ -623,8 +623,7 @@ class Trainer:
             batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
             self.metrics |= metrics
         kept = self.memory.get(ESTIMATOR)
-        weights = self.config.environment.reward_weights
-        kept, advantages, returns = advantages_of(self.estimate, batch, kept, weights)
+        kept, advantages, returns = self.estimated(batch, kept)
         if kept is not None:
             self.remember(**{ESTIMATOR: kept})
         batch = batch.replace(advantages=advantages, returns=returns)
@@ -633,7 +632,16 @@ class Trainer:
                 raise ContractError(wrong)
             activity.warn(f"{wrong}. Their minibatches are skipped")
         self.metrics |= advantage_metrics(batch) | advantages_by_correctness(batch, scores)
-        return batch.replace(is_last_step=None, valid_mask=None, reward_terms=None)
+        return batch.replace(
+            is_last_step=None, valid_mask=None, reward_terms=None, turn_rewards=None
+        )
+
+    def estimated(self, batch: TrainBatch, kept: Any) -> tuple[Any, FloatBT, FloatBT]:
+        """Return what the estimator keeps after the batch, advantages and returns [B, T]."""
+        row = estimator_row(self.config.trainer.algorithm)
+        weights = self.config.environment.reward_weights
+        per_turn = row is not None and row.per_turn
+        return advantages_of(self.estimate, batch, kept, weights, per_turn=per_turn)
 
     # ---------------------------------------------------------------- 7 to 9: the update
 
@@ -957,8 +965,11 @@ class Trainer:
         assert batch is not None  # there is a size
         batch = _resized(batch, settings.train_batch_size * self.samples)
         valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
-        state = self.state
-        batch = self.add_advantages(batch.replace(valid_mask=valid))
+        state, row = self.state, estimator_row(settings.algorithm)
+        if row and (row.needs_terms or row.per_turn):  # how many there are rollouts say
+            batch = batch.replace(advantages=batch.rewards, returns=batch.rewards)
+        else:
+            batch = self.add_advantages(batch.replace(valid_mask=valid))
         self.state = state  # rows of zeros are not remembered
         updater.warm_up(self.params, _resized(batch, self.minibatch_rows))
         if critic:

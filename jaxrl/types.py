@@ -20,6 +20,7 @@ FloatBT = Annotated[Array, "float [B, T]"]  # float32, as every float here
 MaskBT = Annotated[Array, "mask [B, T]"]  # float32, 0 or 1
 IntBT = Annotated[Array, "int [B, T]"]  # int32, as every int here
 IntB = Annotated[Array, "int [B]"]
+FloatB = Annotated[Array, "float [B]"]
 FloatBK = Annotated[Array, "float [B, K]"]
 FloatK = Annotated[Array, "float [K]"]
 BoolB = Annotated[Array, "bool [B]"]
@@ -100,6 +101,7 @@ class Trajectory:
     env_seconds: float = 0.0  # waited for the environment
     failure: str = ""  # of the environment, where stop_reason is "env_error"
     rejudged: bool | None = None  # whether a second judgement gave the same; None: there was none
+    turn_reward: float = 0.0  # of a row that is a turn: what it earned
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     # see `rollout.protocol.Completion`
     sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
@@ -164,6 +166,7 @@ class GeneratorOutput(TypedDict):
     rollout_metrics: dict[str, float]
     trajectory_ids: NotRequired[list[TrajectoryID]]
     is_last_step: NotRequired[list[bool]]
+    turn_rewards: NotRequired[list[float]]  # with is_last_step: what each turn earned
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
     token_versions: NotRequired[list[list[int]]]  # per token, of the policy that drew it; -1 = none
@@ -203,6 +206,9 @@ class TrainBatch(PyTree):
     valid_mask: BoolB | None = None  # until there are advantages; 0 = nothing was judged
     # rewards by name, in alphabetical order, not weighted; until there are advantages
     reward_terms: FloatBK | None = None
+    turn_rewards: FloatB | None = (
+        None  # of rows that are turns: of each; until there are advantages
+    )
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
     token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
     context_versions: IntBT | None = None  # the oldest in a token's context

@@ -11,6 +11,7 @@ from jaxrl.advantages.dr_grpo import ROW as DR_GRPO, dr_grpo
 from jaxrl.advantages.gae import ROW as GAE, gae
 from jaxrl.advantages.gdpo import ROW as GDPO, gdpo
 from jaxrl.advantages.gfpo import ROW as GFPO, gfpo
+from jaxrl.advantages.gigpo import ROW as GIGPO, gigpo
 from jaxrl.advantages.gpg import ROW as GPG, gpg
 from jaxrl.advantages.grpo import ROW as GRPO, grpo
 from jaxrl.advantages.grpo_batch_std import ROW as GRPO_BATCH_STD, grpo_batch_std
@@ -40,6 +41,7 @@ __all__ = [
     "gae",
     "gdpo",
     "gfpo",
+    "gigpo",
     "gpg",
     "grpo",
     "grpo_batch_std",
@@ -71,6 +73,7 @@ ROWS: dict[str, Estimator] = {
         PASS_AT_K,
         GFPO,
         GDPO,
+        GIGPO,
         W_REINFORCE,
         REINFORCE_PLUS_PLUS,
         REINFORCE_PLUS_PLUS_BASELINE,

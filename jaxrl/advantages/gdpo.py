@@ -4,8 +4,7 @@ from typing import Any
 
 from jaxrl.advantages.grpo import counted_rows, group_relative
 from jaxrl.advantages.row import Estimator
-from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT, whiten
-from jaxrl.types import FloatBK, FloatK
+from jaxrl.array_ops import BoolB, FloatBK, FloatBT, FloatK, IntB, MaskBT, whiten
 
 
 def gdpo(

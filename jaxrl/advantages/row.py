@@ -14,6 +14,7 @@ class Estimator(NamedTuple):
             function's keyword-only parameters: their defaults, or the `advantage_kwargs`.
         paper: that it is from.
         per_token: rewards, values or the number of tokens count, so a trajectory must be one row.
+        per_turn: rows are turns, and each has an advantage of its own.
         needs_values: of a critic.
         needs_teacher: a reference that is another model.
         needs_terms: rewards by name, each on its own.
@@ -28,6 +29,7 @@ class Estimator(NamedTuple):
     formula: Callable[[Mapping[str, Any], str], str]
     paper: str = ""
     per_token: bool = False
+    per_turn: bool = False
     needs_values: bool = False
     needs_teacher: bool = False
     needs_terms: bool = False

@@ -250,6 +250,14 @@ def _check_conversations(config: TrainConfig) -> None:
         fail("generator.merge_stepwise_output", True, fix)
     if generator.step_wise_trajectories:
         _check_step_wise(config)
+    row = estimator_row(config.trainer.algorithm)
+    if row and row.per_turn:
+        name = estimator_name(config.trainer.algorithm)
+        fix = f"advantage_estimator={name!r} compares turns, each of them a row; set it to "
+        if not generator.step_wise_trajectories:
+            fail("generator.step_wise_trajectories", False, f"{fix}True")
+        if generator.merge_stepwise_output:
+            fail("generator.merge_stepwise_output", True, f"{fix}False")
 
 
 def _check_step_wise(config: TrainConfig) -> None:

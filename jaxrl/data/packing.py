@@ -154,6 +154,9 @@ def collate(
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
         valid_mask=np.asarray(output["valid_mask"]) if "valid_mask" in output else None,
         reward_terms=_reward_terms(output),
+        turn_rewards=np.asarray(output["turn_rewards"], np.float32)
+        if "turn_rewards" in output
+        else None,
         routes=_routes(output, width) if ROUTES in output else None,
         **{column.batch: response_array(column) for column in TOKEN_COLUMNS},
     )

@@ -218,6 +218,8 @@ def check_pure_functions(
     arrays["valid_mask"] = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     arrays["reward_terms"] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
     arrays["reward_weights"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+    arrays["turn_rewards"] = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    arrays["turn_states"] = arrays["trajectory"] = arrays["index"]
 
     def estimate(state: Any, arrays: dict[str, Array]) -> Any:
         return estimator(state, **arrays)

@@ -14,7 +14,7 @@ from jaxrl.array_ops import Array, FloatBT, FloatScalar, MaskBT, masked_mean
 from jaxrl.config import AlgorithmConfig, GeneratorConfig, KLCtrlConfig
 from jaxrl.config.objective_requirements import entropy_is_adaptive
 from jaxrl.data.columns import last_steps, trajectory_numbers
-from jaxrl.data.packing import token_level
+from jaxrl.data.packing import length_bucket, token_level
 from jaxrl.data.selection import soft_overlong_punishment, zero_variance_groups
 from jaxrl.losses.adaptive_entropy import adaptive_entropy_coef, used_entropy_coef
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
@@ -205,17 +205,20 @@ def advantages_of(
     batch: TrainBatch,
     state: Any = None,
     weights: Mapping[str, float] = MappingProxyType({}),
+    per_turn: bool = False,
 ) -> tuple[Any, FloatBT, FloatBT]:
     """Return the estimator's state after the batch, advantages and returns [B, T], on the host.
 
     Of a trajectory with a row per step, the last step's advantage is that of all its rows: the
-    estimator sees the last rows alone, every token of them a response.
+    estimator sees the last rows alone, every token of them a response. One that is `per_turn` sees
+    all rows, and what their turns earned and began with.
 
     Args:
         estimate: `make_estimate`.
         batch: the whole batch of a step.
         state: of an estimator with memory, before the batch.
         weights: of rewards by name; empty = each counts once.
+        per_turn: see `Estimator`; rows are turns.
     """
     arrays = {  # by keyword: an estimator may take them all as **kwargs
         "token_level_rewards": batch.rewards,
@@ -230,6 +233,19 @@ def advantages_of(
     if (terms := batch.reward_terms) is not None:
         ones = [1.0] * terms.shape[1]
         known["reward_weights"] = np.array([weights[x] for x in sorted(weights)] or ones, "float32")
+    if per_turn:
+        assert batch.is_last_step is not None  # validation: rows are turns
+        arrays["turn_rewards"], arrays["turn_states"] = batch.turn_rewards, turn_states(batch)
+        arrays["trajectory"] = trajectory_numbers(batch.is_last_step)
+        rows = len(arrays["index"])
+        # the number of turns is another in every step: rows that count nowhere make few of them
+        more = length_bucket(rows) - rows
+        arrays = {name: _with_rows(np.asarray(x), more) for name, x in arrays.items()}
+        arrays["valid_mask"][rows:] = False
+        for name in ("index", "turn_states", "trajectory"):
+            arrays[name][rows:] = rows + more - 1
+        state, advantages, returns = jax.device_get(estimate(state, **arrays, **known))
+        return state, advantages[:rows], returns[:rows]
     if batch.is_last_step is None:
         return jax.device_get(estimate(state, **arrays, **known))
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
@@ -238,6 +254,33 @@ def advantages_of(
     trajectory_of_row = trajectory_numbers(batch.is_last_step)
     mask = np.asarray(batch.response_mask)
     return state, advantages[trajectory_of_row] * mask, returns[trajectory_of_row] * mask
+
+
+def _with_rows(x: np.ndarray, more: int) -> np.ndarray:
+    return np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)])
+
+
+def turn_states(batch: TrainBatch) -> np.ndarray:
+    """Return a number [B] for the state in which each turn began, equal where states are.
+
+    A state is a prompt group and what its tokens are since the turn before: what the environment
+    said. First turns, and those whose history is not the turn before, have all that they are given.
+    """
+    tokens, responses = np.asarray(batch.tokens), np.asarray(batch.response_mask)
+    assert batch.is_last_step is not None
+    trajectory, index = trajectory_numbers(batch.is_last_step), np.asarray(batch.index)
+    given = np.where(responses.any(-1), responses.argmax(-1), np.asarray(batch.lengths))
+    states: dict[tuple[int, bytes], int] = {}
+    found = np.empty(len(tokens), np.int32)
+    for row, end in enumerate(given):
+        start = 0
+        if row and trajectory[row] == trajectory[row - 1]:
+            before = int(batch.lengths[row - 1])
+            if before <= end and np.array_equal(tokens[row, :before], tokens[row - 1, :before]):
+                start = before
+        state = int(index[row]), tokens[row, start:end].tobytes()
+        found[row] = states.setdefault(state, len(states))
+    return found
 
 
 def nan_advantages(batch: TrainBatch, estimator: str) -> str:

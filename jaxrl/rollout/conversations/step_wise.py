@@ -12,17 +12,20 @@ from jaxrl.types import GeneratorOutput, Trajectory
 def steps_of(trajectory: Trajectory) -> list[Trajectory]:
     """Split a trajectory into a row per turn, whose prompt is all that came before.
 
-    The last row has the reward of the whole trajectory on its last turn, the others have none;
-    each has the trajectory's stop_reason.
+    The last row has the reward of the whole trajectory on its last turn, the others have none; each
+    has what its turn earned as `turn_reward`, and the trajectory's stop_reason.
 
     Example: prompt [5], response [1, 2, 9, 3], turns [(0, 2), (3, 4)], rewards [0, 1, 0, 2] become
     prompt [5], response [1, 2], rewards [0, 0] and prompt [5, 1, 2, 9], response [3], rewards [3].
     """
     t = trajectory
     if len(t.turns) < 2:
-        return [t]
+        return [dataclasses.replace(t, turn_reward=float(np.sum(t.rewards)))]
     rows = [_step(t, start, end) for start, end in t.turns]
     (first, last), total = t.turns[-1], cast(list[float], t.rewards)
+    begins = [0, *(start for start, _ in t.turns[1:]), len(total)]  # what follows a turn is its own
+    for row, start, end in zip(rows, begins[:-1], begins[1:], strict=True):
+        row.turn_reward = float(sum(total[start:end]))
     rewards = [0.0] * (last - first)
     rewards[_last_sampled(rows[-1])] = sum(total)
     rows[-1].rewards = rewards

@@ -64,6 +64,7 @@ def to_columns(
         output[ROUTES] = [NO_ROUTES if t.routes is None else t.routes for t in rows]
     if step_wise:
         output["is_last_step"] = [row is s[-1] for s in steps for row in s]
+        output["turn_rewards"] = [row.turn_reward for row in rows]
     if part:
         output["measured"] = [m for m, s in zip(measured, steps, strict=True) for _ in s]
     if any(t.reward_terms for t in rows):

@@ -20,7 +20,6 @@ from jaxrl.tools.doctor.finding import (
     passed,
 )
 from jaxrl.tools.doctor.gradients import NO_GRADIENT, compare, longest_first, of_policy, widened
-from jaxrl.training.rewards import advantages_of
 from jaxrl.types import TrainBatch
 
 COLUMNS = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
@@ -153,8 +152,7 @@ def advantages(examined: ExaminedRun) -> Finding:
     mask, columns = np.asarray(batch.loss_mask), batch.tokens.shape[1]
 
     def estimated(rows: TrainBatch) -> list[np.ndarray]:
-        kept = trainer.memory.get(ESTIMATOR)
-        found = advantages_of(trainer.estimate, rows, kept)[1:]
+        found = trainer.estimated(rows, trainer.memory.get(ESTIMATOR))[1:]
         return [np.asarray(x)[:, :columns] for x in found]
 
     expected = [x * mask for x in estimated(batch)]
