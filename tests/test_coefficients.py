@@ -53,6 +53,7 @@ class WatchedExp(BasePPOExp):
         return Watched(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_while_the_critic_warms_up_the_policy_stays(tmp_path):
     settings = {
         "trainer.algorithm.advantage_estimator": "gae",

@@ -160,7 +160,7 @@ def get_config():
 """
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("words", [["train"], ["sft"], ["plan", "--estimate"], ["evaluate"]])
 def test_a_recipe_runs_once(tmp_path, words):
     (tmp_path / "recipe.py").write_text(REGISTERS)

@@ -95,6 +95,7 @@ def test_a_run_leaves_what_it_should(whole):
     assert names == [f"global_step_{n}" for n in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_conversations_that_begin_alike_share_it_where_asked(whole, tmp_path):
     settings = {
         "trainer.prefix_sharing": "on",

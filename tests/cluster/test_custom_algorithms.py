@@ -91,6 +91,7 @@ def test_the_page_trains_the_same_here_and_on_ray(page, tmp_path, monkeypatch):
     assert here[0]["loss/avg_final_rewards"] == pytest.approx(rewards)
 
 
+@pytest.mark.slow
 def test_the_losses_of_the_page(page):
     log_probs = np.array([[-1.0, -2.0, -3.0, -4.0]], np.float32)
     advantages = np.array([[1.0, -2.0, 0.5, 9.0]], np.float32)

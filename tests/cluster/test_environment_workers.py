@@ -127,6 +127,7 @@ def pool_fixture(cluster):
     return EnvironmentWorkers(2, calls=4, timeout_seconds=LIMIT)
 
 
+@pytest.mark.slow
 def test_a_batch_is_the_same_as_in_threads(cluster, caplog):
     """Several turns, rewards by name and by token, functions, cut answers, errors: bit for bit.
 
@@ -176,6 +177,7 @@ def test_environments_stay_where_they_are_and_share_processes(pool):
     assert sorted(numbers.count(n) for n in set(numbers)) == [3, 3]
 
 
+@pytest.mark.slow
 def test_an_environment_of_a_script_needs_not_be_importable(pool, tmp_path, monkeypatch):
     source = """
         from jaxrl.envs import Env

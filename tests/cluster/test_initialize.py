@@ -46,6 +46,7 @@ def test_what_belongs_to_one_process_stays_there(monkeypatch):
     assert not {"JAX_PROCESS_ID", "HF_TOKEN"} & set(environment)
 
 
+@pytest.mark.slow
 def test_a_config_class_of_a_recipe_travels(cluster, tmp_path):
     (tmp_path / "recipe.py").write_text(RECIPE)
     config = load_config_file(str(tmp_path / "recipe.py"))

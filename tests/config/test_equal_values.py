@@ -99,6 +99,13 @@ EQUAL = {
             lambda a: losses(a, [2], 1.0),
             [0.8872284],
         ),
+        "gpg": ({}, lambda a: losses(a, [2], 3.0), [2.0794415]),  # -3 log(1/2)
+        # -(3 log(1/2) - 0.1 / 2 (log 2)^2) = 2.0794415 + 0.0240227
+        "dro": (
+            {"policy_loss_kwargs": {"beta": 0.1}},
+            lambda a: losses(a, [2], 3.0),
+            [2.1034642],
+        ),
     },
     "loss_agg_mode": {
         "token-mean": TOKEN_MEAN,

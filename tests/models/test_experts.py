@@ -255,6 +255,7 @@ def by_id(ids, weights):
 # ---------------------------------------------------------------- few, many, none
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("rows", "count", "chosen"),
     [(B, E, [5, 5]), (B, E, [0, 7]), (1, 16, [15, 2])],
@@ -298,6 +299,7 @@ def test_biases_are_added_once_on_a_mesh(sizes):
     assert_close(found, on_one_device("gpt-oss"))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("sizes", "rules", "rows"),
     [

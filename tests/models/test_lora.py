@@ -201,6 +201,7 @@ def test_adapters_of_experts_lie_in_folders_as_those_of_modules(tmp_path):
         dataclasses.replace(every, dropout=0.1)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_adapters_of_experts_is_that_of_the_merged_matrices():
     """dA = s dW B^T and dB = s A^T dW."""
     lora = lora_of(["experts.2.gate_proj", "experts.0.down_proj"], EXPERTS)

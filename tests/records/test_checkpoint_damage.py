@@ -250,6 +250,7 @@ def test_a_damaged_buffer_is_a_damaged_checkpoint(tmp_path, break_it):
     assert own.restored_buffer is None
 
 
+@pytest.mark.slow
 def test_what_one_process_cannot_read_all_processes_refuse(tmp_path):
     """With one reason, which names that process; within orbax the others would wait for it."""
     for ended in run(["-m", "tests.records.one_cannot_read_job", str(tmp_path)], 2, devices=1):

@@ -116,7 +116,7 @@ ASKED = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("number", "name"), itertools.product((3, 1), ASKED))
 def test_tokens_are_the_same_in_fewer_steps(name, number):
     asks = requests(**ASKED[name])

@@ -265,6 +265,7 @@ def test_log_probs_of_another_distribution_are_found_out(world):
         engine.update_weights(NEW, 8)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("drawn", "found_out"),
     [

@@ -150,7 +150,7 @@ WIDE = TransformerConfig(**{**vars(TIED), "vocab_size": 512})
 WIDE_UNTIED = TransformerConfig(**{**vars(CAPPED), "vocab_size": 512})
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, SPLIT, {"data": 2, "fsdp": 4}], ids=str)
 @pytest.mark.parametrize("config", [WIDE, WIDE_UNTIED], ids=["tied", "untied"])
 def test_devices_that_share_the_vocabulary_give_the_same(kernel, rows, config, mesh):

@@ -170,6 +170,7 @@ MODELS = {
 ROUTERS = {"router_balance_loss_coef": 0.3, "router_z_loss_coef": 0.02}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_gradient_of_other_models_is_that_of_flat_rows(model):
     algorithm = algorithm_with(**(ROUTERS if model == "experts" else {}))
@@ -189,6 +190,7 @@ CUTS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("cut", CUTS)
 def test_several_microbatches_of_trees_have_the_gradient_of_flat_rows(cut):
     for batch in (groups(), turns()):

@@ -62,6 +62,7 @@ def test_varied_lengths_compile_nothing_after_the_first_step(tmp_path, capsys, p
     assert len(metric_lines(tmp_path)) == 13  # 12 steps and the evaluation before them
 
 
+@pytest.mark.slow
 def test_few_shapes_are_compiled_together_and_once(tmp_path, capsys):
     # As above, packed: prompts of 2 and 10 tokens and responses of up to 12 in rows of
     # 16 + 12 = 28 tokens at most, the bucket 32. Of 8 x 4 samples a full microbatch has 32 rows,

@@ -71,7 +71,7 @@ def value_and_gradient(config, kernel, mask, real=REAL):
     return out, *grads
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("blocks", [1, 3, 4, 100])
 @pytest.mark.parametrize("config", [MODEL, GEMMA], ids=["plain", "gemma"])
 def test_blocks_of_queries_are_the_whole(monkeypatch, config, blocks):
@@ -96,6 +96,7 @@ def test_splash_is_the_plain_attention(config, sliding):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("config", [MODEL, GEMMA], ids=["plain", "gemma"])
 def test_chunks_are_the_plain_attention(monkeypatch, config, sliding):

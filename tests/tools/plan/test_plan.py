@@ -475,6 +475,7 @@ def test_the_samples_of_a_prompt_that_fills_a_page_share_it(capsys, planned):
     assert phases_of(report)["prefill"]["runs"] == 32 * 4 / 64
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_are_one_program_and_cost_what_is_theirs(capsys, planned):
     """With heads split over two devices a chunk sums the activations of its 128 tokens, 64 wide:
     embeddings, attention and MLP of the first layer; of the second only keys and values are wanted.
