@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl import config as cfg
+from jaxrl.config.dataclass_config import flatten
 from jaxrl.files import replace_text
 from jaxrl.records.json_lines import read_lines
 from jaxrl.tools.compare.variants import Variant
@@ -66,10 +67,10 @@ def units(
 ) -> list[Unit]:
     """Return the runs of all variants with every learning rate and seed; no lrs: the config's own.
 
-    A result is found again by all that the run is made of, folders apart: a sweep that is started
-    again with another config does not take the old ones.
+    A result is found again by all fields that are not at their defaults, folders apart: a sweep
+    that is started again with another config does not take the old ones.
     """
-    found = []
+    found, usual = [], flatten(cfg.resolve(cfg.TrainConfig()))
     for variant in variants:
         for lr in lrs or [variant.config.trainer.policy.optimizer_config.lr]:
             for seed in seeds:
@@ -80,7 +81,8 @@ def units(
                 trainer.print_example_interval, trainer.logger = -1, "console"
                 trainer.run_name = ""
                 trainer.log_path = trainer.ckpt_path = trainer.export_path = ""
-                made_of = json.dumps(cfg.get_config_as_dict(config), sort_keys=True)
+                own = {k: v for k, v in flatten(config).items() if usual.get(k) != v}
+                made_of = json.dumps(own, sort_keys=True)
                 key = hashlib.sha256(made_of.encode()).hexdigest()[:16]
                 trainer.run_name, trainer.log_path = key, str(folder / "runs")
                 trainer.ckpt_path = str(folder / "runs" / key / "checkpoints")
