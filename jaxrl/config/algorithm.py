@@ -36,7 +36,7 @@ class EntropyCtrlConfig(BaseConfig):
     delta: Annotated[float, not_negative] = 0.005
     """Change of the coefficient in a step."""
     max_coef: Annotated[float, not_negative] = 1.0
-    """Largest coefficient."""
+    """Largest value that the coefficient of the entropy is raised to."""
 
 
 @dataclass

@@ -99,7 +99,8 @@ def test_fields_of_a_user_class_are_not_judged():
         ),
         (
             {"trainer.algorithm.kl_estimator_type": "k4"},
-            r"trainer.algorithm.kl_estimator_type='k4': must be 'k1' or 'k2' or 'k3' or 'k3\+'",
+            r"trainer.algorithm.kl_estimator_type='k4': must be "
+            r"'k1' or 'k2' or 'k3' or 'k3\+' or 'abs'",
         ),
         (
             {"trainer.algorithm.loss_reduction": "tokenmean"},
