@@ -26,6 +26,12 @@ def test_the_committed_page_is_what_the_docstrings_generate():
     assert PAGE.read_text() == page(), "run python -m docs.generate"
 
 
+@pytest.mark.parametrize(("page", "functions"), [("losses", LOSSES), ("advantages", ESTIMATORS)])
+def test_the_reference_has_every_loss_and_estimator(page, functions):
+    lines = (PAGE.parent / f"api/{page}.md").read_text().splitlines()
+    assert {f"::: {f.__module__}.{f.__name__}" for f in functions.values()} <= set(lines)
+
+
 @pytest.mark.parametrize("func", [*LOSSES.values(), *ESTIMATORS.values()])
 def test_every_docstring_has_its_parts(func):
     doc = parse_docstring(func)
