@@ -143,14 +143,60 @@ def keep_only(logits: Logits, sampling_mask_ids: Array, axis_name: Any = None) -
         axis_name: as in token_log_probs; the ids are those of the whole vocabulary.
     """
     logits = at_least_float32(logits)
-    rows, columns, vocab = logits.shape
-    first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocab
-    here = (sampling_mask_ids >= first) & (sampling_mask_ids < first + vocab)
-    ids = jnp.where(here, sampling_mask_ids - first, vocab)
-    row, column = jnp.arange(rows)[:, None, None], jnp.arange(columns)[:, None]
-    chosen = jnp.zeros(logits.shape, bool).at[row, column, ids].set(True, mode="drop")
+    chosen = _chosen(logits, _local(logits, sampling_mask_ids, axis_name))
     unmasked = (sampling_mask_ids < 0).all(-1, keepdims=True)
     return jnp.where(chosen | unmasked, logits, FILTERED)
+
+
+def event_log_probs(logits: Logits, ids: Array, axis_name: Any = None) -> Array:
+    """Return the log-probs of some ids, and of all others together.
+
+    The latter is a sum over the others, and no difference from 1, which has no digits where little
+    is left.
+
+    Args:
+        logits: [B, C, V]; ids: [B, C, K] int, distinct; -1 = none, of probability 0.
+        axis_name: as in token_log_probs; the ids are those of the whole vocabulary.
+
+    Returns:
+        [B, C, K + 1] float32, the others last.
+    """
+    logits = at_least_float32(logits)
+    local = _local(logits, ids, axis_name)
+    own = jnp.take_along_axis(logits, local, axis=-1, mode="fill", fill_value=0)
+    own = own if axis_name is None else jax.lax.psum(own, axis_name)
+    others = logsumexp(jnp.where(_chosen(logits, local), FILTERED, logits), axis_name)
+    events = jnp.concatenate([jnp.where(ids < 0, FILTERED, own), others[..., None]], axis=-1)
+    return events - logsumexp(logits, axis_name)[..., None]
+
+
+def _local(logits: Logits, ids: Array, axis_name: Any) -> Array:
+    """Return ids numbered by the columns of these logits; of one that is not here their number."""
+    vocab = logits.shape[-1]
+    first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocab
+    return jnp.where((ids >= first) & (ids < first + vocab), ids - first, vocab)
+
+
+def _chosen(logits: Logits, local: Array) -> Array:
+    """Return which of logits [B, C, V] are those of `_local` ids [B, C, k]."""
+    row, column = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
+    return jnp.zeros(logits.shape, bool).at[row, column, local].set(True, mode="drop")
+
+
+def top_ids(logits: Logits, count: int, axis_name: Any = None) -> Array:
+    """Return the ids of the largest logits, the largest first: [..., V] -> [..., K] int32.
+
+    K is `count`, or V where that is less. `axis_name` is as in token_log_probs.
+    """
+    values, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+    if axis_name is not None:
+        ids += jax.lax.axis_index(axis_name) * logits.shape[-1]
+        values, ids = (
+            jax.lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True) for x in (values, ids)
+        )
+        most = min(count, values.shape[-1])
+        ids = jnp.take_along_axis(ids, jax.lax.top_k(values, most)[1], axis=-1)
+    return ids.astype(jnp.int32)
 
 
 def entropy(logits: Logits, axis_name: Any = None) -> Array:

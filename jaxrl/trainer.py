@@ -20,8 +20,10 @@ import numpy as np
 
 from jaxrl import activity, config as cfg
 from jaxrl.array_ops import DTYPES
-from jaxrl.config.microbatching import longest_trajectory
+from jaxrl.config.microbatching import hindsight_microbatching, longest_trajectory
 from jaxrl.config.objective_requirements import (
+    distills,
+    distills_hindsight,
     estimator_row,
     has_critic,
     kl_in_reward,
@@ -30,6 +32,7 @@ from jaxrl.config.objective_requirements import (
 )
 from jaxrl.data.columns import ROUTES, ROUTES_PROCESS, trajectory_numbers
 from jaxrl.data.messages import messages_of
+from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
 from jaxrl.data.tokenizer import encode_prompt
@@ -41,6 +44,7 @@ from jaxrl.parallel import is_first, put, replicated
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import compile_together, lowering
 from jaxrl.parallel.offload import on_device
+from jaxrl.parallel.rules import batch_devices
 from jaxrl.records.batch_file import batch_path, dump_batch
 from jaxrl.records.callbacks import CallbackInput, TrainingCallback, TrainingControl
 from jaxrl.records.checkpoint import (
@@ -101,6 +105,7 @@ from jaxrl.training.rewards import (
 )
 from jaxrl.training.routes import routes_of_any_token, routes_of_model
 from jaxrl.training.staleness import with_staleness
+from jaxrl.training.teacher import Hindsight, with_teacher
 from jaxrl.training.update import every_way, minibatches_of_step, rows_without_update
 from jaxrl.types import FloatBT, GeneratorOutput, Message, Prompt, TrainBatch, TrainState
 
@@ -242,6 +247,28 @@ class Trainer:
     def params(self) -> Params:
         """Return all parameters of the policy, on its devices; adapters are on their base."""
         return on_device(self.policy.whole(self.state.params))
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of ids that the policy has."""
+        model = self.model
+        return model.vocab_size if isinstance(model, TransformerConfig) else len(self.tokenizer)
+
+    @property
+    def hindsight(self) -> Hindsight | None:
+        """Return how the policy is told what became of its answers; None: it is not."""
+        algorithm, template = self.config.trainer.algorithm, self.config.generator
+        if not distills_hindsight(algorithm):
+            return None
+        return Hindsight(self.tokenizer, algorithm.distillation, template.chat_template_kwargs)
+
+    @property
+    def hindsight_cut(self) -> Microbatching:
+        """Return how batches with hints are cut."""
+        cut, mesh = self.forward_pass.microbatching, self.policy.placement.mesh
+        groups = batch_devices(mesh, self.policy.placement.rules)
+        found = hindsight_microbatching(self.config, groups, cut.context)
+        return dataclasses.replace(found, sharing=cut.sharing)
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -593,7 +620,9 @@ class Trainer:
             output = cast(GeneratorOutput, output | {ROUTES: routes})
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
         width_of = self.updater.microbatching.batch_width
-        return collate(output, trajectory_numbers(last) // self.samples, width_of)
+        batch = collate(output, trajectory_numbers(last) // self.samples, width_of)
+        hindsight = self.hindsight
+        return batch.replace(hints=hindsight.hints(output, batch.index)) if hindsight else batch
 
     def add_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs that the loss needs, of policy and reference, and the critic's values."""
@@ -609,11 +638,28 @@ class Trainer:
         self.metrics |= metrics
         if self.ref_params is not None:
             own = batch.replace(routes=None)  # it is a policy of its own, and not the sampler
-            ref, _ = self.ref_forward_pass(on_device(self.ref_params), own)
+            algorithm, params = self.config.trainer.algorithm, on_device(self.ref_params)
+            teaches = distills(algorithm) and not distills_hindsight(algorithm)
+            options = {"top_k": algorithm.distillation.top_k} if teaches else {}
+            ref, _, *distributions = self.ref_forward_pass(params, own, **options)
             batch = batch.replace(ref_log_probs=ref)
+            if teaches:
+                batch = with_teacher(batch, *distributions, self.vocabulary)
+        if hindsight := self.hindsight:
+            ask, width_of = self.ask_in_hindsight, self.hindsight_cut.batch_width
+            most = min(self.config.trainer.algorithm.distillation.top_k, self.vocabulary)
+            batch = hindsight.ask(batch, ask, width_of, top_k=most)
         if self.critic:
             batch = batch.replace(values=self.critic.values(self.state.critic, batch))
         return batch
+
+    def ask_in_hindsight(self, rows: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Return what the policy finds likeliest in rows with hints, and how likely; see there."""
+        top_k, cut = self.config.trainer.algorithm.distillation.top_k, self.hindsight_cut
+        _, _, ids, log_probs = self.forward_pass(
+            self.params, rows, microbatching=cut, top_k=top_k
+        )
+        return ids, log_probs
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Add advantages and returns of the whole batch; before them the KL in the rewards."""
@@ -923,6 +969,8 @@ class Trainer:
             self.eos_token_ids,
         )
         with activity.doing("compiling", len(widths) + len(batches)) as compiling:
+            if self.hindsight:
+                self.warm_up_hindsight(min(lengths) + 1, longest)
             for width in widths:
                 rows, length = cut.row_counts(cut.width(width))[-1], cut.length(cut.width(width))
                 compiling.next(f"update {rows} x {length}")
@@ -946,6 +994,15 @@ class Trainer:
         with every_way(users, width) as ways:
             for _ in ways:
                 self._warm_up_rows(width)
+
+    def warm_up_hindsight(self, shortest: int, longest: int) -> None:
+        """Run the pass over rows with hints, for trajectories of `shortest` to `longest` tokens."""
+        cut = self.hindsight_cut
+        longest += self.config.trainer.algorithm.distillation.max_hint_tokens
+        for width in cut.batch_widths(shortest, longest):
+            length = min(width, cut.packed_length or width)
+            for size in cut.batch_sizes(length):
+                self.ask_in_hindsight(empty_batch(size, width, length))
 
     def _warm_up_rows(self, width: int) -> None:
         """Do what `warm_up_update` does, for rows as they are cut now."""

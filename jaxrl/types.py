@@ -102,6 +102,7 @@ class Trajectory:
     failure: str = ""  # of the environment, where stop_reason is "env_error"
     rejudged: bool | None = None  # whether a second judgement gave the same; None: there was none
     turn_reward: float = 0.0  # of a row that is a turn: what it earned
+    feedback: str = ""  # what the environment had to say of the answer, for the policy to read
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     # see `rollout.protocol.Completion`
     sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
@@ -167,6 +168,7 @@ class GeneratorOutput(TypedDict):
     trajectory_ids: NotRequired[list[TrajectoryID]]
     is_last_step: NotRequired[list[bool]]
     turn_rewards: NotRequired[list[float]]  # with is_last_step: what each turn earned
+    feedback: NotRequired[list[str]]  # of the environment, in words; "" = it gave none
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
     token_versions: NotRequired[list[list[int]]]  # per token, of the policy that drew it; -1 = none
@@ -209,10 +211,15 @@ class TrainBatch(PyTree):
     turn_rewards: FloatB | None = (
         None  # of rows that are turns: of each; until there are advantages
     )
+    hints: Array | None = None  # [B, H] int32 tokens, then -1; until a teacher has read them
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
     token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
     context_versions: IntBT | None = None  # the oldest in a token's context
     staleness: IntBT | None = None  # if the loss asks for it; see jaxrl/training/staleness.py
+    # of a teacher, at the tokens that are trained: the ids it finds likeliest [B, T, K], all -1
+    # where it has nothing to say, and its log-probs of them and of all others [B, T, K + 1]
+    teacher_ids: Array | None = None
+    teacher_log_probs: Array | None = None
     # [B, T, Lx, k] experts to replay, of which E or more are unknown; in a job `OwnRoutes`
     routes: Array | None = None
 
@@ -240,6 +247,8 @@ class ModelRows(PyTree):
     source: IntBT | None = None
     keys: Array | None = None  # [R, L] PRNG keys for what drops out; None = nothing
     kept: Array | None = None  # [R, L, k] of the targets, as in TrainBatch
+    teacher_ids: Array | None = None  # [R, L, K] of the targets
+    teacher_log_probs: Array | None = None  # [R, L, K + 1]
     routes: Array | None = None  # [R, L, Lx, k], as in TrainBatch; in a job a `Share` of them
     ends: IntRL | None = None  # place in the row behind the last token that sees this one
     parents: IntRL | None = None  # place in the row of the token before this one; 0 for the first

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from jaxrl.config import given
-from jaxrl.config.constraints import between, not_negative, one_in, one_of, positive_or
+from jaxrl.config.constraints import between, not_negative, one_in, one_of, positive, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, later, mapped, new
 
@@ -177,6 +177,35 @@ class OffPolicyCorrectionConfig(BaseConfig):
 
 
 @dataclass
+class DistillationConfig(BaseConfig):
+    """Hold the settings of learning a teacher's distributions, token by token."""
+
+    coef: Annotated[float, not_negative] = 0.0
+    """Weight of the divergence from the teacher in the objective, e.g. 1.0; 0.0 = there is no
+    teacher."""
+    policy_loss_coef: Annotated[float, not_negative] = 1.0
+    """Weight of the policy loss beside it; 0.0 = the teacher is all that is learnt from."""
+    beta: Annotated[float, between("[0, 1]", "0.5 is the Jensen-Shannon divergence")] = 0.5
+    """Of the generalised Jensen-Shannon divergence: 0.0 is the forward KL(teacher || student), 1.0
+    the reverse."""
+    top_k: Annotated[int, positive] = 64
+    """Ids that the teacher finds likeliest, each an event; all others together are one more."""
+    teacher: Annotated[str, one_of("ref", "hindsight")] = "ref"
+    """"ref", trainer.ref.model; "hindsight", the policy at the start of the step, after it has read
+    what became of its answer, https://arxiv.org/abs/2601.20802 (SDPO)."""
+    solution_hint: str = "\n\nA correct answer:\n\n{solution}\n\nAnswer the question."
+    """hindsight: what it reads behind the user's words if another sample of the prompt is right;
+    "" = nothing."""
+    feedback_hint: str = "\n\nOf an earlier answer it was said:\n\n{feedback}\n"
+    """hindsight: what it reads if the environment's step gives metadata["feedback"], a text; "" =
+    nothing."""
+    right_reward: float = 1.0
+    """hindsight: a sample is right if its rewards sum up to this or more."""
+    max_hint_tokens: Annotated[int, positive] = 1024
+    """hindsight: what is longer is cut off behind this many tokens."""
+
+
+@dataclass
 class AlgorithmConfig(BaseConfig):
     """Hold the objective; policy losses and advantage estimators receive this config."""
 
@@ -244,6 +273,8 @@ class AlgorithmConfig(BaseConfig):
     positive_nll_coef: Annotated[float, not_negative, new()] = 0.0
     """Coefficient of the negative log-likelihood of rows with a reward above 0, averaged over their
     tokens, e.g. 0.1, https://arxiv.org/abs/2504.05118."""
+    distillation: Annotated[DistillationConfig, new()] = field(default_factory=DistillationConfig)
+    """Divergence from the distributions of a teacher, https://arxiv.org/abs/2306.13649."""
     loss_reduction: Annotated[
         str,
         one_in("jaxrl.losses.reduction:REDUCTIONS"),

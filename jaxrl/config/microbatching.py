@@ -41,6 +41,16 @@ def forward_microbatching(config: TrainConfig, groups: int, context: int = 1) ->
     return _microbatching(config, groups, prompts, rows, context)
 
 
+def hindsight_microbatching(config: TrainConfig, groups: int, context: int = 1) -> Microbatching:
+    """Cut the whole batch of a step with a hint in every prompt, see `longest_in_hindsight`."""
+    trainer, longest = config.trainer, longest_in_hindsight(config)
+    prompts, rows = trainer.train_batch_size, trainer.micro_forward_batch_size_per_gpu
+    cut = _microbatching(config, groups, prompts, rows, context, longest)
+    if cut.packed_length is None:
+        return cut
+    return dataclasses.replace(cut, packed_length=max(cut.packed_length, longest))
+
+
 def _microbatching(
     config: TrainConfig,
     groups: int,
@@ -88,6 +98,11 @@ def longest_trajectory(config: TrainConfig) -> int:
     sampling = generator.sampling_params
     # an end-of-sequence token may be appended to a stop string
     return generator.max_input_length + sampling.max_generate_length + bool(sampling.stop)
+
+
+def longest_in_hindsight(config: TrainConfig) -> int:
+    """Return the most tokens of a trajectory with the hint that its teacher reads."""
+    return longest_trajectory(config) + config.trainer.algorithm.distillation.max_hint_tokens
 
 
 def check_microbatches(config: TrainConfig, num_devices: int) -> None:

@@ -173,16 +173,27 @@ def entropy_is_adaptive(algorithm: AlgorithmConfig) -> bool:
     return algorithm.use_entropy_loss and algorithm.entropy_ctrl.type == "adaptive"
 
 
+def distills(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the policy learns the distributions of a teacher."""
+    return algorithm.distillation.coef > 0
+
+
+def distills_hindsight(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the teacher is the policy that knows what became of its answer."""
+    return distills(algorithm) and algorithm.distillation.teacher == "hindsight"
+
+
 def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
     """Return whether the KL to the reference counts in the rewards."""
     return algorithm.use_kl_in_reward and algorithm.kl_loss_coef != 0
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Return whether a KL counts, or the loss or the estimator asks for ref_log_probs."""
+    """Return whether a KL counts, a teacher, or a function that asks for ref_log_probs."""
     func = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
     return (
         kl_in_loss(algorithm)
+        or (distills(algorithm) and not distills_hindsight(algorithm))
         or kl_in_reward(algorithm)
         or asks_for(func, "ref_log_probs")
         or "ref_log_probs" in _estimator_parameters(algorithm)

@@ -228,25 +228,40 @@ def one_per_row(
 
 
 def with_targets(
-    *, tokens: Array, wanted: Array, kept: Array | None = None, **rest: Any
+    *,
+    tokens: Array,
+    positions: Array,
+    segment_ids: Array,
+    wanted: Array,
+    source: Array | None = None,
+    routes: Array | None = None,
+    **of_targets: Array | None,
 ) -> ModelRows:
-    """Make rows of what is known of tokens, of which `wanted` and `kept` are of targets there."""
+    """Make rows of what is known of tokens; `wanted` and what is `of_targets` go to their places.
+
+    Args:
+        of_targets: what `beside_tokens` has but the routes.
+    """
 
     def next_of(x: Array) -> np.ndarray:
         return np.pad(x[:, 1:], ((0, 0), (0, 1), *((0, 0),) * (x.ndim - 2)))
 
     return ModelRows(
         tokens=tokens,
+        positions=positions,
+        segment_ids=segment_ids,
         targets=next_of(tokens),
         wanted=next_of(wanted),
-        kept=None if kept is None else next_of(kept),
-        **rest,
+        source=source,
+        routes=routes,
+        **{name: None if x is None else next_of(x) for name, x in of_targets.items()},
     )
 
 
 def beside_tokens(batch: TrainBatch) -> dict[str, Array | None]:
     """Return what the model's rows have of a batch beside tokens and mask, [B, T, ...] by name."""
-    return {"kept": batch.kept, "routes": batch.routes}
+    names = "kept", "routes", "teacher_ids", "teacher_log_probs"
+    return {name: getattr(batch, name) for name in names}
 
 
 def row_slices(tree: Any, rows: int) -> Iterator[Any]:

@@ -20,6 +20,8 @@ _VOCABULARY_FILES = (
     "tekken.json",
 )
 
+_WORDS = "d41d8cd98f00b204"  # what a user says where only what follows it is looked at
+
 # The generation prompt stands before every assistant message too, so that a finished conversation
 # starts with the very prompt that the policy saw.
 _CHARACTER_TEMPLATE = (
@@ -139,6 +141,22 @@ def encode_prompt(
         [dict(message) for message in messages], tokenize=True, return_dict=False, **options
     )
     return list(cast(list[int], tokens))
+
+
+def after_user(tokenizer: "PreTrainedTokenizerBase", **chat_template_kwargs: Any) -> list[int]:
+    """Return the tokens between the last words of a user and the first of the assistant.
+
+    Args:
+        tokenizer: with a chat template.
+        **chat_template_kwargs: variables of the template.
+    """
+    options = {"add_generation_prompt": True, **chat_template_kwargs}
+    said = [{"role": "user", "content": _WORDS}]
+    text = str(tokenizer.apply_chat_template(said, tokenize=False, **options))
+    _, words, rest = text.rpartition(_WORDS)
+    if not words:
+        raise ValueError("the chat template does not write what a user says")
+    return list(tokenizer(rest, add_special_tokens=False)["input_ids"])
 
 
 def character_tokenizer(

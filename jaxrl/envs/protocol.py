@@ -20,7 +20,7 @@ class StepOutput(TypedDict):
     # for the whole response, or one per response token; or several of these by name
     reward: float | list[float] | Mapping[str, float | list[float]]
     done: bool
-    metadata: dict[str, Any]
+    metadata: dict[str, Any]  # "feedback", a text on the answer: a teacher in hindsight reads it
     postprocessed_action: NotRequired[str | None]  # the beginning of the response that stands
 
 

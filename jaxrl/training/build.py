@@ -16,6 +16,7 @@ from jaxrl.config.microbatching import (
     longest_trajectory,
     update_microbatching,
 )
+from jaxrl.config.objective_requirements import distills
 from jaxrl.data.prefix_trees import SHARING, Sharing
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.exact import check_exact, choose_tiles
@@ -230,7 +231,8 @@ def head_kernel(
     """Choose the kernel of a role's vocabulary head, see `attention_kernel`."""
     trainer, sampling = config.trainer, config.generator.sampling_params
     facts = facts_of(device, DTYPES[cfg.compute_dtype(trainer, role)], model)
-    facts = facts._replace(masked=sampling.keep_sampling_mask)
+    masked = sampling.keep_sampling_mask or distills(trainer.algorithm)
+    facts = facts._replace(masked=masked)
     return HEAD_LOG_PROBS.choose(facts, trainer.kernels.get(HEAD_LOG_PROBS.name))
 
 
@@ -326,7 +328,7 @@ def make_forward_pass(
     forward = functools.partial(forward, tiles=tiles)
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
-    options: dict[str, Any] = {"with_entropy": False}
+    options: dict[str, Any] = {"with_entropy": False, "teacher_beta": None, "top_k": 0}
     if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
         options |= {"routers": (), "loads": False}
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
@@ -489,6 +491,8 @@ def assemble_update(
         new = functools.partial(new_state, algorithm_state=algorithm_state)
     options: dict[str, Any] = {}
     if role == "policy":
+        if distills(trainer.algorithm):
+            options["teacher_beta"] = trainer.algorithm.distillation.beta
         rows = trainer.micro_train_batch_size_per_gpu
         routers = observed_of_routers(trainer)
         objective = policy_objective(trainer.algorithm, block_rows=rows, routers=routers)

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl import config as cfg
+from jaxrl.data.packing import beside_tokens
 from jaxrl.models import hf
 from jaxrl.models.placement import model_shardings
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -67,7 +68,7 @@ class Critic:
 
     def values(self, state: CriticState, batch: TrainBatch) -> np.ndarray:
         """Return the value of the state before each response token [B, T], 0 elsewhere."""
-        (values,) = self.forward_pass(self.params(state), batch.replace(kept=None, routes=None))
+        (values,) = self.forward_pass(self.params(state), without_policy(batch))
         return values * np.asarray(batch.response_mask)
 
     def update(
@@ -125,8 +126,7 @@ def without_policy(batch: TrainBatch) -> TrainBatch:
         old_log_probs=None,
         ref_log_probs=None,
         advantages=None,
-        kept=None,
-        routes=None,
+        **dict.fromkeys(beside_tokens(batch)),
     )
 
 

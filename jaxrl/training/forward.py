@@ -21,7 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl.array_ops import Array, BoolBT, FloatBT, IntBT, entropy, keep_only, token_log_probs
+from jaxrl.array_ops import (
+    Array,
+    BoolBT,
+    FloatBT,
+    IntBT,
+    entropy,
+    event_log_probs,
+    keep_only,
+    token_log_probs,
+    top_ids,
+)
+from jaxrl.losses.distillation import generalized_jsd
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.exact import Tiles
 from jaxrl.models.exact_head import exact_scores, head_weights
@@ -65,6 +76,8 @@ def log_probs_and_entropy(
     tree_kernel: str = REFERENCE,
     head_kernel: str = REFERENCE,
     with_entropy: bool = True,
+    teacher_beta: float | None = None,
+    top_k: int = 0,
     routers: tuple[str, ...] = (),
     loads: bool = False,
     placement: Placement | None = None,
@@ -85,6 +98,8 @@ def log_probs_and_entropy(
         tree_kernel: of the attention in rows of trees, see `TREE_ATTENTION`.
         head_kernel: of the vocabulary head, see `HEAD_LOG_PROBS`.
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
+        teacher_beta: of the divergence from the teacher of the rows, which is returned as well.
+        top_k: return the likeliest ids, and the log-probs of them and of all others, as a teacher.
         routers: which of `RouterTerms` to return as well, the mean of all layers with experts.
         loads: return, beside all that, the `Load` of each layer with experts [Lx, ...].
         placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
@@ -95,8 +110,9 @@ def log_probs_and_entropy(
     Returns:
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
         tokens[b, :t])` where it is wanted, else 0. One trajectory in each row b, whatever the rows
-        of the model held; T = L where `rows.source` is None. With `loads` a pair of these, a tuple,
-        and them.
+        of the model held; T = L where `rows.source` is None. Then, if asked for: the divergence
+        [B, T]; ids [B, T, K] and log-probs [B, T, K + 1]; those of `routers` [B, T]. With `loads` a
+        pair of these, a tuple, and them.
     """
     rows = _spread(rows if tiles is None else _unpacked(rows), placement)
     params = with_dropout(params, rows.keys)
@@ -139,7 +155,9 @@ def log_probs_and_entropy(
             outputs = *scores, *terms
             return (outputs, found_loads) if loads else outputs
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
-        targets, wanted = Targets(rows.targets, rows.kept), rows.wanted
+        head = dataclasses.replace(head, teacher_beta=teacher_beta, top_k=top_k)
+        teacher = (rows.teacher_ids, rows.teacher_log_probs) if teacher_beta is not None else None
+        targets, wanted = Targets(rows.targets, rows.kept, teacher), rows.wanted
         if rows.parents is not None:
             hidden = jnp.take_along_axis(hidden, rows.parents[..., None], axis=1)
         elif (
@@ -234,10 +252,10 @@ def by_target(rows: ModelRows, *scores: Array) -> tuple[Array, ...]:
     """
     length = rows.tokens.shape[1]
     if rows.asked is not None:
-        return tuple(jnp.where(rows.asked, x, 0) for x in by_token(rows, *scores))
+        return tuple(_where(rows.asked, x) for x in by_token(rows, *scores))
     if rows.source is None:
-        return tuple(jnp.pad(x[:, : length - 1], ((0, 0), (1, 0))) for x in scores)
-    whole = tuple(jnp.pad(x, ((0, 0), (0, length - x.shape[1]))) for x in scores)
+        return tuple(_padded(x[:, : length - 1], 1, 0) for x in scores)
+    whole = tuple(_padded(x, 0, length - x.shape[1]) for x in scores)
     return tuple(_read(rows, x, _before(rows)) for x in whole)
 
 
@@ -259,6 +277,8 @@ class Targets(NamedTuple):
 
     tokens: IntBT
     kept: Array | None  # [B, T, k] ids that the token was drawn from, then -1; None = all
+    # ids [B, T, K] and log-probs [B, T, K + 1] of a teacher, see `TrainBatch`; None = is not asked
+    teacher: tuple[Array, Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -266,6 +286,8 @@ class Head:
     """Describe the vocabulary head: which model, how its logits are scored, where its weights lie.
 
     Attributes:
+        teacher_beta: see `generalized_jsd`; None = no divergence is asked for.
+        top_k: likeliest ids that are asked for, with their log-probs; 0 = none.
         specs: how each weight is sharded; empty on one device.
         batch: mesh axes of tokens: over them weights are stored in parts, and whole when used.
         vocab: mesh axis over which the vocabulary is split, in storage and in use.
@@ -284,6 +306,8 @@ class Head:
     shared: tuple[str, ...] = ()
     kernel: str = REFERENCE
     chunk_tokens: int = CHUNK_TOKENS
+    teacher_beta: float | None = None
+    top_k: int = 0
 
     @property
     def model(self) -> TransformerConfig:
@@ -349,13 +373,26 @@ class Head:
         """Cast matrices to the compute dtype; the scale of the norm stays float32."""
         return {n: w if n == "final_norm" else w.astype(self.dtype) for n, w in weights.items()}
 
-    def __call__(self, weights: Params, hidden: Array, targets: Targets) -> tuple[Array, Array]:
-        """Return log-probs and entropy [B, C] for hidden [B, C, D] and targets [B, C]."""
-        logits = unembed(self.config, weights, hidden) / self.temperature
+    def __call__(self, weights: Params, hidden: Array, targets: Targets) -> tuple[Array, ...]:
+        """Return log-probs and entropy [B, C] for hidden [B, C, D] and targets [B, C], and more.
+
+        What is asked for beside them is of all ids, whatever the targets were drawn from.
+        """
+        logits = every = unembed(self.config, weights, hidden) / self.temperature
         if targets.kept is not None:
             logits = keep_only(logits, targets.kept, self.vocab)
         log_probs = token_log_probs(logits, targets.tokens, self.vocab)
-        return log_probs, entropy(logits, self.vocab) if self.with_entropy else 0 * log_probs
+        found = log_probs, entropy(logits, self.vocab) if self.with_entropy else 0 * log_probs
+        if self.teacher_beta is not None:
+            assert targets.teacher is not None
+            ids, teacher = targets.teacher
+            student = event_log_probs(every, ids, self.vocab)
+            divergence = generalized_jsd(student, teacher, self.teacher_beta)
+            found += (jnp.where(ids[..., 0] < 0, 0.0, divergence),)
+        if self.top_k:
+            ids = top_ids(every, self.top_k, self.vocab)
+            found += ids, event_log_probs(every, ids, self.vocab)
+        return found
 
 
 def score(
@@ -365,7 +402,7 @@ def score(
     targets: Targets,
     wanted: BoolBT,
     placement: Placement | None,
-) -> tuple[FloatBT, FloatBT]:
+) -> tuple[Array, ...]:
     """Score the wanted tokens, each device its own rows by its own slice of the vocabulary.
 
     The weights are gathered once in each direction and their gradient is scattered once, in their
@@ -378,8 +415,9 @@ def score(
     device = jax.devices()[0] if placement is None else placement.mesh.devices.flat[0]
     chunk_tokens = CPU_CHUNK_TOKENS if device.platform == "cpu" else CHUNK_TOKENS
     head = dataclasses.replace(head, chunk_tokens=chunk_tokens)
-    # kernels take neither the ids that each token was drawn from nor the head of another library
-    by_columns = head.kernel == REFERENCE or targets.kept is not None or not axes
+    # kernels know the target and the sum over all ids; and not the head of another library
+    distributions = head.teacher_beta is not None or head.top_k or targets.kept is not None
+    by_columns = head.kernel == REFERENCE or distributions or not axes
     run = score_columns if by_columns else score_tokens
     if placement is None:
         return run(head, weights, hidden, targets, wanted)
@@ -443,7 +481,7 @@ def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def score_columns(
     head: Head, weights: Params, hidden: Array, targets: Targets, wanted: BoolBT
-) -> tuple[FloatBT, FloatBT]:
+) -> tuple[Array, ...]:
     """Return `head(weights, hidden, targets)` at the wanted tokens, 0 elsewhere.
 
     The wanted tokens of each row are moved to its front, and a loop runs over chunks of columns for
@@ -459,7 +497,7 @@ def score_columns(
 
 def _score_columns(
     head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
-) -> tuple[tuple[Array, Array], tuple]:
+) -> tuple[tuple[Array, ...], tuple]:
     whole = head.gather(head.cast(weights))
     length = wanted.shape[1]
     order = jnp.argsort(~wanted, axis=1, stable=True)  # wanted first
@@ -468,15 +506,18 @@ def _score_columns(
     front = jax.tree.map(lambda x: _take(x, order, pad), (hidden, targets))
     chunks = -(-wanted.sum(1).max() // width)
 
-    def body(i: Array, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        new = head(whole, *jax.tree.map(lambda x: _chunk(x, i, width), front))
-        return tuple(_write(x, y, i, width) for x, y in zip(out, new, strict=True))  # type: ignore
+    def of_chunk(i: Array) -> tuple[Array, ...]:
+        return head(whole, *jax.tree.map(lambda x: _chunk(x, i, width), front))
 
-    zeros = jnp.zeros(front[1].tokens.shape, jnp.float32)
-    scores = jax.lax.fori_loop(0, chunks, body, (zeros, zeros))
+    def body(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(_write(x, y, i, width) for x, y in zip(out, of_chunk(i), strict=True))
+
+    shape, one = front[1].tokens.shape, jax.eval_shape(of_chunk, jnp.int32(0))
+    zeros = tuple(jnp.zeros((*shape, *x.shape[2:]), x.dtype) for x in one)
+    scores = jax.lax.fori_loop(0, chunks, body, zeros)
     back = jnp.argsort(order, axis=1)
-    scores = tuple(jnp.where(wanted, _take(x, back), 0.0) for x in scores)
-    return scores, (weights, front, order, back, wanted, chunks)  # type: ignore[return-value]
+    scores = tuple(_where(wanted, _take(x, back)) for x in scores)
+    return scores, (weights, front, order, back, wanted, chunks)
 
 
 def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> tuple:
@@ -499,10 +540,14 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
     no_gradient = {name: jnp.zeros(w.shape, weights[name].dtype) for name, w in whole.items()}
     zeros = (no_gradient, jnp.zeros_like(hidden))
     for_head, for_hidden = jax.lax.fori_loop(0, chunks, body, zeros)
-    none = jax.tree.map(
-        lambda x: np.zeros((*wanted.shape, *x.shape[2:]), jax.dtypes.float0), (targets, wanted)
-    )
-    return head.scatter(for_head), _take(for_hidden, back), *none
+
+
+    def none(x: Array) -> Any:  # what targets are of gets no gradient
+        floats = jnp.issubdtype(x.dtype, jnp.floating)
+        shape = *wanted.shape, *x.shape[2:]
+        return jnp.zeros(shape, x.dtype) if floats else np.zeros(shape, jax.dtypes.float0)
+
+    return head.scatter(for_head), _take(for_hidden, back), *jax.tree.map(none, (targets, wanted))
 
 
 score_columns.defvjp(_score_columns, _score_columns_backward)
@@ -687,7 +732,18 @@ def _take(x: Array, order: Array, pad: int = 0) -> Array:
     """Return x [B, T, ...] with each row's columns in `order` [B, T], then `pad` columns of 0."""
     index = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
     taken = jnp.take_along_axis(x, index, axis=1)
-    return jnp.pad(taken, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+    return _padded(taken, 0, pad)
+
+
+def _padded(x: Array, before: int, after: int) -> Array:
+    """Return x [B, T, ...] with so many columns of 0 around it."""
+    return jnp.pad(x, ((0, 0), (before, after), *((0, 0),) * (x.ndim - 2)))
+
+
+def _where(wanted: BoolBT, x: Array) -> Array:
+    """Return x [B, T, ...] where it is wanted, else 0."""
+    wanted = wanted.reshape(*wanted.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(wanted, x, jnp.zeros((), x.dtype))
 
 
 def _chunk(x: Array, i: Array, width: int) -> Array:

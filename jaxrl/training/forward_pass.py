@@ -50,7 +50,7 @@ class ForwardPass:
         key: Array | None = None,
         **options: Any,
     ) -> tuple[np.ndarray, ...]:
-        """Return the outputs of the forward pass, each [B, T], on the host.
+        """Return the outputs of the forward pass, each [B, T, ...], on the host.
 
         Args:
             microbatching: another cut than the pass's own.
@@ -62,7 +62,8 @@ class ForwardPass:
             placed_rows = self.place(with_token_keys(params, rows, row_ids, key))
             outputs = self.forward(params, placed_rows, **(self.options | options))
             pending.append((chosen, outputs))
-        whole = tuple(np.zeros(batch.tokens.shape, np.float32) for _ in pending[0][1])
+        shape = batch.tokens.shape
+        whole = tuple(np.zeros((*shape, *x.shape[2:]), x.dtype) for x in pending[0][1])
         for chosen, parts in fetch(pending):
             for output, part in zip(whole, parts, strict=True):
                 output[chosen, : part.shape[1]] = part[: len(chosen)]

@@ -2,10 +2,12 @@
 
     objective = sum_bt w_bt loss_bt + kl_loss_coef sum_bt k_bt kl_bt - entropy_loss_coef sum_bt e_bt
     H_bt - positive_nll_coef sum_bt p_bt log_probs_bt
+    + distillation.coef sum_bt d_bt D(teacher, student)_bt
     + router_balance_loss_coef balance + router_z_loss_coef z                     (policy)
     objective = sum_bt v_bt value_loss_bt                                         (critic)
 
-with weights w, k, e, p of the whole minibatch; w holds the reduction and the off-policy correction.
+with weights w, k, e, p, d of the whole minibatch; w and d hold the reduction and the off-policy
+correction. With a teacher w has distillation.policy_loss_coef before it.
 Only sums are taken afterwards, so the gradient does not depend on the number of microbatches, on
 padding, or on the mesh.
 """
@@ -21,7 +23,7 @@ import numpy as np
 from flax import struct
 
 from jaxrl.array_ops import Array, BoolBT, FloatBT, FloatScalar, MaskBT, masked_sum
-from jaxrl.config.objective_requirements import entropy_is_adaptive
+from jaxrl.config.objective_requirements import distills, entropy_is_adaptive
 from jaxrl.data.packing import beside_tokens
 from jaxrl.losses.kl import approximate_kl, unbiased_kl
 from jaxrl.losses.off_policy import correction_enabled, off_policy_correction
@@ -81,6 +83,7 @@ class TokenWeights(struct.PyTreeNode):
     kl_as_loss: FloatBT | None = None  # of the KL, where it is averaged as the loss is
     bonus: FloatBT | None = None  # of the entropy with its coefficient, where this one is adaptive
     positive: FloatBT | None = None  # mean over the tokens of rows with a reward above 0
+    taught: FloatBT | None = None  # as `policy`, over the tokens that a teacher has a word on
 
 
 def minibatch_weights(
@@ -109,6 +112,7 @@ def minibatch_weights(
         log_probs,
         np.float32(entropy_coef) if adaptive else None,
         minibatch.rewards if algorithm.positive_nll_coef else None,
+        np.asarray(minibatch.teacher_ids)[..., 0] >= 0 if distills(algorithm) else None,
         settings=settings,
         kl_as_loss=algorithm.use_kl_loss and algorithm.kl_loss_reduction == "loss",
         reduction=algorithm.loss_reduction,
@@ -127,6 +131,7 @@ def _minibatch_weights(
     log_probs: tuple[Array, Array] | None,
     entropy_coef: FloatScalar | None,
     rewards: FloatBT | None,
+    taught: BoolBT | None,
     *,
     settings: Any,
     reduction: str,
@@ -157,6 +162,7 @@ def _minibatch_weights(
         kl_as_loss=as_loss(mask) if kl_as_loss else None,
         bonus=None if entropy_coef is None else entropy_coef * token_mean,
         positive=positive,
+        taught=None if taught is None else as_loss(counted * taught) * correction,
     )
     return weights, metrics
 
@@ -164,7 +170,8 @@ def _minibatch_weights(
 def policy_objective(algorithm: Any, block_rows: int, routers: tuple[str, ...] = ()) -> Objective:
     """Make the objective of policy loss, KL and entropy of the config.
 
-    The outputs that it takes are log-probs and entropy, and those of `routers`.
+    The outputs that it takes are log-probs and entropy, the divergence from a teacher if there is
+    one, and those of `routers`.
 
     Args:
         algorithm: the AlgorithmConfig.
@@ -194,14 +201,17 @@ def policy_objective(algorithm: Any, block_rows: int, routers: tuple[str, ...] =
 def make_objective(
     algorithm: Any, policy_loss: PolicyLoss, routers: tuple[str, ...] = ()
 ) -> Callable[..., tuple[Array, Metrics]]:
-    """Make `(log_probs, entropy, *of_routers, batch, weights, key) -> (objective, metrics)`.
+    """Make `(log_probs, entropy, *others, batch, weights, key) -> (objective, metrics)`.
 
-    The objective is the sum of all terms. `of_routers` are the `RouterTerms` named in `routers`.
+    The objective is the sum of all terms. The others are the divergence from a teacher, if there is
+    one, and the `RouterTerms` named in `routers`.
     """
+    distillation = algorithm.distillation
 
     def objective(
-        log_probs: FloatBT, entropy: FloatBT, batch: TrainBatch, weights: TokenWeights, key: Array
+        log_probs: FloatBT, entropy: FloatBT, *rest: Any
     ) -> tuple[Array, Metrics]:
+        *others, batch, weights, key = rest
         mask = batch.loss_mask
         with jax.named_scope("loss"):
             # `policy_loss(...)`, written out: from here it is one frame to the formula
@@ -214,7 +224,8 @@ def make_objective(
                 loss, loss_metrics = jnp.where(kept, loss, 0), loss_metrics | more
             policy = _reduced(loss, weights.policy, algorithm)
             mean_entropy = masked_sum(entropy, weights.entropy)
-            total = policy
+            taught = weights.taught is not None
+            total = distillation.policy_loss_coef * policy if taught else policy
             metrics = {
                 "policy_loss": policy,
                 "policy_entropy": mean_entropy,
@@ -237,6 +248,9 @@ def make_objective(
                 of_kl = weights.kl if weights.kl_as_loss is None else weights.kl_as_loss
                 metrics["policy_kl"] = masked_sum(kl, of_kl)
                 total += algorithm.kl_loss_coef * metrics["policy_kl"]
+            if weights.taught is not None:
+                metrics["teacher_divergence"] = masked_sum(others[0], weights.taught)
+                total += distillation.coef * metrics["teacher_divergence"]
             if weights.positive is not None:
                 metrics["positive_nll"] = -masked_sum(log_probs, weights.positive)
                 total += algorithm.positive_nll_coef * metrics["positive_nll"]
@@ -246,8 +260,9 @@ def make_objective(
         return total, jax.lax.stop_gradient(metrics)
 
     def with_router(log_probs: FloatBT, entropy: FloatBT, *rest: Any) -> tuple[Array, Metrics]:
-        *terms, batch, weights, key = rest
-        total, metrics = objective(log_probs, entropy, batch, weights, key)
+        batch, weights, key = rest[-3:]
+        terms = rest[-3 - len(routers) : -3]
+        total, metrics = objective(log_probs, entropy, *rest)
         share = weights.kl.sum(axis=1)  # of each trajectory in the mean over them
         for name, x in zip(routers, terms, strict=True):
             if name not in ROUTER_LOSSES:

@@ -29,7 +29,8 @@ class Facts(NamedTuple):
         packed: rows may hold several segments.
         capability: of an NVIDIA GPU; None = not known, and taken for Hopper's.
         kind: of the devices, as JAX calls it; "" = not known, and taken for one of today.
-        masked: tokens are scored among the ids that they were drawn from, not among all.
+        masked: tokens are scored among the ids that they were drawn from, or among those that a
+            teacher names, not among all.
         pages: dtype of a cache of keys and values; None = that of the operands.
     """
 

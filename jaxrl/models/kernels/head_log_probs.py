@@ -506,7 +506,8 @@ def _all_logits(
 
 
 def _tiles_needs(facts: Facts) -> list[str]:
-    return unmet([(not facts.masked, "generator.sampling_params.keep_sampling_mask=False")])
+    without = "generator.sampling_params.keep_sampling_mask=False and no trainer.algorithm.distillation"
+    return unmet([(not facts.masked, without)])
 
 
 def _pallas_needs(facts: Facts) -> list[str]:

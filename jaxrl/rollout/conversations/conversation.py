@@ -196,6 +196,7 @@ class Conversation:
             env_class=self.prompt.env_class,
             env_metrics=self.metrics,
             reward_terms={} if self.failure else self.session.earned,
+            feedback=self.session.feedback,
             env_seconds=self.session.seconds,
             failure=str(self.failure) if self.failure else "",
             rejudged=self.rejudged,

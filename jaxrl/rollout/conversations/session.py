@@ -59,6 +59,7 @@ class Session:
         seconds: waited for its calls so far.
         earned: the sum of each reward term so far, unweighted; empty where there is but the
             environment's own reward.
+        feedback: what the environment had to say of the last answer; "" = nothing.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Session:
         self.terms = RewardTerms() if terms is None else terms
         self.seconds = 0.0
         self.earned: dict[str, float] = {}
+        self.feedback = ""
         self.record, self.turns = record, list[JudgedTurn]()
         self._turns, self.max_turns = 0, 1
         self._instant = prompt.env_class in envs.INSTANT
@@ -117,6 +119,7 @@ class Session:
             terms = {name: _checked(x, len(tokens), name) for name, x in rewards.items()}
             done = bool(step["done"])
             observations = [] if done else step.get("observations") or []
+            self.feedback = _feedback(step.get("metadata"))
         terms |= await self._judge(text, tokens, stopped, done=done, taken=terms)
         if self.record:
             self.turns.append(JudgedTurn(text, list(tokens), stopped, done, terms))
@@ -236,6 +239,12 @@ def _opening(found: Any) -> list[Message]:
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise UnusableAnswer(f"init {_gave(found)}; it must return a pair: return prompt, {{}}")
     return found[0]
+
+
+def _feedback(metadata: Any) -> str:
+    """Return what the environment says of an answer in words; "" = nothing."""
+    found = metadata.get("feedback") if isinstance(metadata, Mapping) else None
+    return found if isinstance(found, str) else ""
 
 
 def _check_step(step: Any) -> None:

@@ -142,13 +142,23 @@ def phases(
     found = [*_sampling(run, engine, part, shorter)] if engine else []
     if run.scores_rows:
         found.append(_forward(run, "log-probs", run.forward_pass, run.params, part, shorter))
+    algorithm = trainer.algorithm
+    top_k, hindsight = algorithm.distillation.top_k, distills_hindsight(algorithm)
+    top_k = top_k if distills(algorithm) else 0
     if run.has_reference:
         names = ("base" if run.reference.is_base_of_policy else "reference",)
         model, placement = run.reference.weights.model, run.reference.weights.placement
         assert isinstance(model, TransformerConfig)  # from a folder
         ref = _trained(run, "ref", model, placement, names)
         params = placed_params(model, placement)
-        found.append(_forward(run, "reference", run.ref_forward_pass, params, ref, shorter))
+        given = run.ref_forward_pass, params, ref, shorter
+        found.append(_forward(run, "reference", *given, top_k=0 if hindsight else top_k))
+    if hindsight:
+        given = run.forward_pass, run.params, part, shorter
+        groups = batch_devices(policy.placement.mesh, policy.placement.rules)
+        cut = hindsight_microbatching(run.config, groups, run.forward_pass.microbatching.context)
+        how: dict[str, Any] = {"cut": cut, "longest": longest_in_hindsight(run.config)}
+        found.append(_forward(run, "hindsight", *given, top_k=top_k, **how))
     if critic := run.critic:
         weights = critic.weights
         names = ("critic", "critic base") if weights.lora else ("critic",)
@@ -179,9 +189,20 @@ def _dtype(run: Run, role: str) -> jnp.dtype:
 
 
 def _forward(
-    run: Run, name: str, forward_pass: ForwardPass, params: Any, part: Part, shorter: float
+    run: Run,
+    name: str,
+    forward_pass: ForwardPass,
+    params: Any,
+    part: Part,
+    shorter: float,
+    *,
+    cut: Microbatching | None = None,
+    longest: int | None = None,
+    top_k: int = 0,
 ) -> Phase:
-    call, cut = run.forward_call(forward_pass, params, part.placement), forward_pass.microbatching
+    cut = cut or forward_pass.microbatching
+    how: dict[str, Any] = {"cut": cut, "longest": longest, "top_k": top_k}
+    call = run.forward_call(forward_pass, params, part.placement, **how)
     rows, length = call.args[1].tokens.shape
     wanted = _wanted(run, length)
     return Phase(

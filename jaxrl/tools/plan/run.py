@@ -12,7 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import longest_trajectory
-from jaxrl.config.objective_requirements import has_critic, needs_old_log_probs, needs_reference
+from jaxrl.config.objective_requirements import (
+    distills,
+    has_critic,
+    needs_old_log_probs,
+    needs_reference,
+)
 from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.prefix_trees import UNSHARED
@@ -219,15 +224,18 @@ class Run:
 
     # ---------------------------------------------------------------- arguments of the programs
 
-    def batch(self, cut: Microbatching, *, done: bool) -> TrainBatch:
+    def batch(
+        self, cut: Microbatching, *, done: bool, longest: int | None = None
+    ) -> TrainBatch:
         """Return host rows of the longest trajectories that fill one microbatch.
 
         Args:
             done: with what the update needs; else as the forward passes get them.
+            longest: tokens of them; None = as the config allows.
         """
         sampling, trainer = self.config.generator.sampling_params, self.config.trainer
         mask_ids = sampling.top_k if sampling.keep_sampling_mask else 0
-        width = cut.width(self.width)
+        width = cut.width(longest or self.width)
         length = min(width, trainer.packed_length or width)
         rows = cut.batch_sizes(length)[-1]
         log_probs = sampling.logprobs is not None
@@ -236,8 +244,13 @@ class Run:
         batch = empty_batch(rows, width, length, **beside)
         if not done:
             return batch
-        zeros = batch.loss_mask
+        zeros, taught = batch.loss_mask, {}
+        if distills(trainer.algorithm):
+            top_k = min(trainer.algorithm.distillation.top_k, self.model.vocab_size)
+            taught["teacher_ids"] = np.zeros((*zeros.shape, top_k), np.int32)
+            taught["teacher_log_probs"] = np.zeros((*zeros.shape, top_k + 1), np.float32)
         return batch.replace(
+            **taught,
             old_log_probs=zeros if self.has_old else None,
             ref_log_probs=zeros if self.has_reference else None,
             values=zeros if self.critic else None,
@@ -245,14 +258,30 @@ class Run:
             returns=zeros,
         )
 
-    def forward_call(self, forward_pass: ForwardPass, params: Params, placement: Placement) -> Call:
-        """Return the call of `forward_pass.forward` for one microbatch."""
-        cut = flat(forward_pass.microbatching)
-        batch = self.batch(cut, done=False)
+    def forward_call(
+        self,
+        forward_pass: ForwardPass,
+        params: Params,
+        placement: Placement,
+        *,
+        cut: Microbatching | None = None,
+        longest: int | None = None,
+        top_k: int = 0,
+    ) -> Call:
+        """Return the call of `forward_pass.forward` for one microbatch.
+
+        Args:
+            cut: of the batch; None = that of the pass.
+            longest: tokens of a trajectory; None = as the config allows.
+            top_k: ids whose log-probs are asked for, as of a teacher.
+        """
+        cut = flat(cut or forward_pass.microbatching)
+        batch = self.batch(cut, done=False, longest=longest)
         if forward_pass is not self.forward_pass or params is not self.params:
             batch = batch.replace(routes=None)
         _, rows, _ = next(microbatches(batch.row_ids, batch, cut))
-        return Call(forward_pass.forward, (params, placed(rows, placement)), forward_pass.options)
+        options = forward_pass.options | ({"top_k": top_k} if top_k else {})
+        return Call(forward_pass.forward, (params, placed(rows, placement)), options)
 
     def gradient_call(
         self, updater: Updater, params: Params, trained: Params, at: Placement
@@ -281,7 +310,7 @@ class Run:
         rows = placed(with_token_keys(params, rows, part[0].row_ids, key), at)
         single = cut.is_single(np.full(cut.total, self.width))
         if not single and updater.objective.sees_whole(batch):
-            outputs = (part[0].loss_mask,) * 2
+            outputs = (part[0].loss_mask,) * (2 + distills(self.config.trainer.algorithm))
             return Call(updater.pull_back, (trained, params, rows, placed(outputs, at)), {})
         return Call(updater.accumulate, (trained, params, rows, *placed(part, at), key), {})
 
