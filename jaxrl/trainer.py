@@ -641,10 +641,10 @@ class Trainer:
             algorithm, params = self.config.trainer.algorithm, on_device(self.ref_params)
             teaches = distills(algorithm) and not distills_hindsight(algorithm)
             options = {"top_k": algorithm.distillation.top_k} if teaches else {}
-            ref, _, *distributions = self.ref_forward_pass(params, own, **options)
-            batch = batch.replace(ref_log_probs=ref)
+            scored = self.ref_forward_pass(params, own, **options)
+            batch = batch.replace(ref_log_probs=scored[0])
             if teaches:
-                batch = with_teacher(batch, *distributions, self.vocabulary)
+                batch = with_teacher(batch, scored[2], scored[3], self.vocabulary)
         if hindsight := self.hindsight:
             ask, width_of = self.ask_in_hindsight, self.hindsight_cut.batch_width
             most = min(self.config.trainer.algorithm.distillation.top_k, self.vocabulary)
@@ -656,9 +656,8 @@ class Trainer:
     def ask_in_hindsight(self, rows: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
         """Return what the policy finds likeliest in rows with hints, and how likely; see there."""
         top_k, cut = self.config.trainer.algorithm.distillation.top_k, self.hindsight_cut
-        _, _, ids, log_probs = self.forward_pass(
-            self.params, rows, microbatching=cut, top_k=top_k
-        )
+        options: dict[str, Any] = {"microbatching": cut, "top_k": top_k}
+        ids, log_probs = self.forward_pass(self.params, rows, **options)[2:]
         return ids, log_probs
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:

@@ -15,12 +15,14 @@ from jaxrl.config.formulas import (
     reduction_line,
     reference_lines,
     sampler_lines,
+    teacher_lines,
     token_lines,
     value_lines,
 )
 from jaxrl.config.microbatching import longest_trajectory, update_microbatching
 from jaxrl.config.model import OptimizerConfig
 from jaxrl.config.objective_requirements import (
+    distills,
     entropy_is_adaptive,
     has_critic,
     kl_in_loss,
@@ -94,6 +96,7 @@ def _parts(config: TrainConfig, num_devices: int, platform: Sequence[str]) -> Pa
         ("KL", [*kl_lines(config), *controller_lines(config), *reference_lines(trainer)]),
         ("entropy", entropy_lines(algorithm)),
         ("right rows", _positive(algorithm)),
+        ("teacher", teacher_lines(algorithm)),
         ("router", _router(algorithm)),
         ("temperature", [f"{algorithm.temperature:g}, of sampling and of every log-softmax"]),
         ("filters", _filters(config)),
@@ -151,6 +154,9 @@ def _minimise(config: TrainConfig) -> str:
     )
     shapes = "(minibatch of B rows b, tokens t, loss mask m)"
     loss = "l" if reduces_by_itself(config) else f"sum_bt {weight} l_bt"
+    if distills(algorithm):
+        of_teacher = algorithm.distillation
+        loss = f"{of_teacher.policy_loss_coef:g} {loss} + {of_teacher.coef:g} D"
     return f"{loss}{kl}{entropy}{positive}{router}      {shapes}"
 
 

@@ -4,6 +4,8 @@ from jaxrl.advantages import ROWS
 from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
 from jaxrl.config.objective_requirements import (
     corrects_for_sampler,
+    distills,
+    distills_hindsight,
     entropy_is_adaptive,
     loss_row,
     needs_old_log_probs,
@@ -223,6 +225,24 @@ def token_lines(algorithm: AlgorithmConfig) -> list[str]:
     if (share := algorithm.top_entropy_quantile) < 1:
         lines.append(f"l = 0 but for the {share:g} of the minibatch's tokens of highest entropy")
     return lines
+
+
+def teacher_lines(algorithm: AlgorithmConfig) -> list[str]:
+    """Describe the divergence from a teacher in the objective."""
+    if not distills(algorithm):
+        return []
+    settings = algorithm.distillation
+    beta, b = settings.beta, f"{settings.beta:g}"
+    mixed = f"{b} KL(p | m) + {1 - beta:g} KL(q | m), m = {b} p + {1 - beta:g} q"
+    divergence = {0.0: "KL(p | q)", 1.0: "KL(q | p)"}.get(beta, mixed)
+    who = "trainer.ref.model"
+    if distills_hindsight(algorithm):
+        who = "the policy at the start of the step, told what became of the answer"
+    return [
+        f"D = sum_bt w_bt D_bt over tokens with a teacher, D_bt = {divergence}",
+        f"p teacher, q policy, of the teacher's {settings.top_k} likeliest ids and of all others "
+        f"together; teacher: {who}",
+    ]
 
 
 def entropy_lines(algorithm: AlgorithmConfig) -> list[str]:

@@ -12,14 +12,18 @@ import warnings
 from typing import Any
 
 from jaxrl.advantages import ESTIMATORS
-from jaxrl.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+from jaxrl.config.algorithm import (
+    AlgorithmConfig,
+    DistillationConfig,
+    OffPolicyCorrectionConfig,
+)
 from jaxrl.config.constraints import check_choice, check_constraints, fail
 from jaxrl.config.data import SFTConfig, check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.environment import check_environment
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import SamplingParams, engine_dtype, engine_hosts, engine_tensor
-from jaxrl.config.microbatching import check_microbatches
+from jaxrl.config.microbatching import check_microbatches, longest_in_hindsight
 from jaxrl.config.objective_requirements import (
     allowed_reductions,
     corrects_for_sampler,
@@ -49,6 +53,7 @@ from jaxrl.config.rollouts import (
 )
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
+from jaxrl.data.packing import length_bucket
 from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.kl import UNBIASED
 from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
@@ -429,6 +434,7 @@ def check_objective(config: TrainConfig) -> None:
     _check_functions(algorithm)
     _check_one_number(config)
     _check_teacher(config)
+    _check_distillation(config)
     sampling = config.generator.sampling_params.temperature
     if algorithm.temperature != sampling:
         fail(
@@ -708,11 +714,50 @@ def _check_one_number(config: TrainConfig) -> None:
             )
 
 
+def _check_distillation(config: TrainConfig) -> None:
+    """Refuse a teacher who has nothing to say, or says it to nobody."""
+    trainer, generator = config.trainer, config.generator
+    settings, name = trainer.algorithm.distillation, f"{_ALGORITHM}.distillation"
+    if not settings.coef:
+        if settings != DistillationConfig():
+            fix = "0.0 is no teacher, and the other fields have no effect; set it to 1.0"
+            fail(f"{name}.coef", settings.coef, fix)
+        return
+    if trainer.exact != "off":
+        fix = f"the log-probs of {settings.top_k} ids are not computed exactly; set 0.0, or "
+        fail(f"{name}.coef", settings.coef, f"{fix}trainer.exact='off'")
+    if settings.teacher == "ref":
+        for field in ("solution_hint", "feedback_hint", "right_reward", "max_hint_tokens"):
+            if (value := getattr(settings, field)) != getattr(DistillationConfig(), field):
+                fail(f"{name}.{field}", value, "has no effect with teacher='ref'; leave it out")
+        return
+    if generator.step_wise_trajectories:
+        fix = "a row with the end of a conversation alone says whether it was right; set 'ref'"
+        fail(f"{name}.teacher", "hindsight", fix)
+    for field, key in (("solution_hint", "{solution}"), ("feedback_hint", "{feedback}")):
+        hint = getattr(settings, field)
+        if hint and key not in hint:
+            fail(f"{name}.{field}", hint, f"must have {key} in it, or be empty")
+    if not (settings.solution_hint or settings.feedback_hint):
+        fail(f"{name}.solution_hint", "", "there would be nothing to read; set one of the hints")
+    if generator.n_samples_per_prompt == 1 and not settings.feedback_hint:
+        fix = "with generator.n_samples_per_prompt=1 there is no other sample; set more samples"
+        fail(f"{name}.solution_hint", settings.solution_hint, fix)
+    length, needed = trainer.max_tokens_per_microbatch, longest_in_hindsight(config)
+    if length != -1 and length < length_bucket(needed):
+        fix = f"less than one trajectory of {needed} tokens with its hint; set "
+        fail("trainer.max_tokens_per_microbatch", length, f"{fix}{length_bucket(needed)} or more")
+
+
 def _check_teacher(config: TrainConfig) -> None:
     """Refuse distillation from oneself, which teaches nothing."""
     trainer, row = config.trainer, estimator_row(config.trainer.algorithm)
     policy, teacher = trainer.policy.model, trainer.ref.model
     same = (policy.path, policy.random_init) == (teacher.path, teacher.random_init)
+    learnt = trainer.algorithm.distillation
+    if learnt.coef and not learnt.policy_loss_coef and learnt.teacher == "ref" and same:
+        fix = "is the policy's own model, and all that is learnt is what it says; set a teacher"
+        fail("trainer.ref.model.path", teacher.path, fix)
     if row and row.needs_teacher and same:
         name = estimator_name(trainer.algorithm)
         fix = f"is the policy's own model, and advantage_estimator={name!r} needs a teacher; set it"

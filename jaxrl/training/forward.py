@@ -278,7 +278,7 @@ class Targets(NamedTuple):
     tokens: IntBT
     kept: Array | None  # [B, T, k] ids that the token was drawn from, then -1; None = all
     # ids [B, T, K] and log-probs [B, T, K + 1] of a teacher, see `TrainBatch`; None = is not asked
-    teacher: tuple[Array, Array] | None = None
+    teacher: tuple[Any, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -540,7 +540,6 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
     no_gradient = {name: jnp.zeros(w.shape, weights[name].dtype) for name, w in whole.items()}
     zeros = (no_gradient, jnp.zeros_like(hidden))
     for_head, for_hidden = jax.lax.fori_loop(0, chunks, body, zeros)
-
 
     def none(x: Array) -> Any:  # what targets are of gets no gradient
         floats = jnp.issubdtype(x.dtype, jnp.floating)

@@ -206,11 +206,8 @@ def make_objective(
     The objective is the sum of all terms. The others are the divergence from a teacher, if there is
     one, and the `RouterTerms` named in `routers`.
     """
-    distillation = algorithm.distillation
 
-    def objective(
-        log_probs: FloatBT, entropy: FloatBT, *rest: Any
-    ) -> tuple[Array, Metrics]:
+    def objective(log_probs: FloatBT, entropy: FloatBT, *rest: Any) -> tuple[Array, Metrics]:
         *others, batch, weights, key = rest
         mask = batch.loss_mask
         with jax.named_scope("loss"):
@@ -223,12 +220,11 @@ def make_objective(
             if kept is not None:
                 loss, loss_metrics = jnp.where(kept, loss, 0), loss_metrics | more
             policy = _reduced(loss, weights.policy, algorithm)
-            mean_entropy = masked_sum(entropy, weights.entropy)
             taught = weights.taught is not None
-            total = distillation.policy_loss_coef * policy if taught else policy
+            total = algorithm.distillation.policy_loss_coef * policy if taught else policy
             metrics = {
                 "policy_loss": policy,
-                "policy_entropy": mean_entropy,
+                "policy_entropy": masked_sum(entropy, weights.entropy),
                 RATIOS: ratio_sums(
                     log_probs, batch, algorithm.eps_clip_low, algorithm.eps_clip_high
                 ),
@@ -238,19 +234,19 @@ def make_objective(
             if weights.bonus is not None:
                 total -= masked_sum(entropy, weights.bonus)
             elif algorithm.use_entropy_loss:
-                total -= algorithm.entropy_loss_coef * mean_entropy
+                total -= algorithm.entropy_loss_coef * metrics["policy_entropy"]
             if algorithm.use_kl_loss and batch.ref_log_probs is not None:
                 ref, kind = batch.ref_log_probs, algorithm.kl_estimator_type
                 if algorithm.use_unbiased_kl:
                     kl = unbiased_kl(log_probs, positional[1], ref, mask, kind)
                 else:
                     kl = approximate_kl(log_probs, ref, mask, kind)
-                of_kl = weights.kl if weights.kl_as_loss is None else weights.kl_as_loss
-                metrics["policy_kl"] = masked_sum(kl, of_kl)
+                as_loss = weights.kl_as_loss
+                metrics["policy_kl"] = masked_sum(kl, weights.kl if as_loss is None else as_loss)
                 total += algorithm.kl_loss_coef * metrics["policy_kl"]
-            if weights.taught is not None:
+            if taught:
                 metrics["teacher_divergence"] = masked_sum(others[0], weights.taught)
-                total += distillation.coef * metrics["teacher_divergence"]
+                total += algorithm.distillation.coef * metrics["teacher_divergence"]
             if weights.positive is not None:
                 metrics["positive_nll"] = -masked_sum(log_probs, weights.positive)
                 total += algorithm.positive_nll_coef * metrics["positive_nll"]

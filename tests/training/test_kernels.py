@@ -55,7 +55,8 @@ def test_tokens_of_a_known_set_are_scored_by_columns():
     sampling = {"generator__sampling_params__top_k": 8}
     config = on_gpu(**sampling, generator__sampling_params__keep_sampling_mask=True)
     assert said(role_kernels(config, MODEL, HOPPER, "policy"))[1] == (
-        "head_log_probs xla (tiles needs generator.sampling_params.keep_sampling_mask=False)"
+        "head_log_probs xla (tiles needs generator.sampling_params.keep_sampling_mask=False, and "
+        "no distillation)"
     )
     assert said(role_kernels(on_gpu(**sampling), MODEL, HOPPER, "policy"))[1] == (
         "head_log_probs tiles"

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jaxrl.config import AlgorithmConfig, PolicyConfig, TrainerConfig
+from jaxrl.config.objective_requirements import distills
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import row_slices
 from jaxrl.losses.reduction import REDUCTIONS
@@ -149,7 +150,9 @@ def make_updater(
     replaying = PolicyConfig(router_replay=replay)
     routers = observed_of_routers(TrainerConfig(algorithm=algorithm, policy=replaying))
     mixed = model.experts is not None
-    options = {"with_entropy": False} | ({"routers": (), "loads": False} if mixed else {})
+    options = {"with_entropy": False, "teacher_beta": None, "top_k": 0}
+    options |= {"routers": (), "loads": False} if mixed else {}
+    beta = algorithm.distillation.beta if distills(algorithm) else None
     updater = Updater(
         ForwardPass(forward, lambda x: jax.device_put(x, rows), cut, options),
         make_apply(optimizer, schedule),
@@ -158,7 +161,7 @@ def make_updater(
             lambda x: x.sharding, abstract_state(optimizer, trained, shardings, replicated(mesh))
         ),
         microbatching=cut,
-        options={"routers": routers, "loads": True} if mixed else {},
+        options={"teacher_beta": beta} | ({"routers": routers, "loads": True} if mixed else {}),
     )
 
     def state():

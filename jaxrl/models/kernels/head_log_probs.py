@@ -506,7 +506,7 @@ def _all_logits(
 
 
 def _tiles_needs(facts: Facts) -> list[str]:
-    without = "generator.sampling_params.keep_sampling_mask=False and no trainer.algorithm.distillation"
+    without = "generator.sampling_params.keep_sampling_mask=False, and no distillation"
     return unmet([(not facts.masked, without)])
 
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
+from jaxrl.config.microbatching import hindsight_microbatching, longest_in_hindsight
+from jaxrl.config.objective_requirements import distills, distills_hindsight
 from jaxrl.data.microbatches import MAX_PER_ROW, Microbatching
 from jaxrl.models.architecture import attention_flops, layer_params, state_flops
 from jaxrl.models.kernels.choice import REFERENCE
@@ -212,7 +214,7 @@ def _forward(
         call,
         _on_device(part, rows, length),
         part.names,
-        runs=_microbatches(run, cut, shorter),
+        runs=_microbatches(run, cut, shorter, longest),
         work=forward_work(part.model, rows, length, wanted),
         trips=_chunks(part, rows, length, wanted),
     )
@@ -268,16 +270,18 @@ def _update(
     return [gradient, apply]
 
 
-def _microbatches(run: Run, cut: Microbatching, shorter: float) -> int:
+def _microbatches(run: Run, cut: Microbatching, shorter: float, longest: int | None = None) -> int:
     """Return the microbatches of a batch; packed, there are fewer of short trajectories.
 
     Args:
         shorter: tokens by which a response is shorter than the longest, on average.
+        longest: tokens of the longest trajectory; None = as the config allows.
     """
-    width = cut.width(run.width)
+    longest = longest or run.width
+    width = cut.width(longest)
     trajectories = float(cut.batch_sizes(width)[-1])
     if cut.packed and shorter:
-        mean = max(run.width - shorter * run.config.generator.max_turns, 1.0)
+        mean = max(longest - shorter * run.config.generator.max_turns, 1.0)
         trajectories = cut.row_counts(width)[-1] * min(cut.length(width) / mean, MAX_PER_ROW)
     return math.ceil(cut.total / trajectories)
 

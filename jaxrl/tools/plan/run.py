@@ -224,9 +224,7 @@ class Run:
 
     # ---------------------------------------------------------------- arguments of the programs
 
-    def batch(
-        self, cut: Microbatching, *, done: bool, longest: int | None = None
-    ) -> TrainBatch:
+    def batch(self, cut: Microbatching, *, done: bool, longest: int | None = None) -> TrainBatch:
         """Return host rows of the longest trajectories that fill one microbatch.
 
         Args:

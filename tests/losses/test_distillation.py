@@ -1,0 +1,112 @@
+"""The generalised Jensen-Shannon divergence, and the events that it is taken over."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.array_ops import event_log_probs, top_ids
+from jaxrl.losses.distillation import generalized_jsd
+
+P, Q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])  # teacher, student
+
+
+@pytest.mark.parametrize(
+    ("beta", "expected"),
+    [
+        # 0.7 log 1.4 + 0.2 log 0.8 + 0.1 log 0.4 = 0.235531 - 0.044629 - 0.091629
+        (0.0, 0.099273),
+        # 0.5 log (5/7) + 0.25 log 1.25 + 0.25 log 2.5 = -0.168236 + 0.055786 + 0.229073
+        (1.0, 0.116623),
+        # m = [0.6, 0.225, 0.175]
+        # KL(p || m) = 0.7 log (7/6) + 0.2 log (8/9) + 0.1 log (4/7)
+        #            = 0.107905 - 0.023557 - 0.055962 = 0.028387
+        # KL(q || m) = 0.5 log (5/6) + 0.25 log (10/9) + 0.25 log (10/7)
+        #            = -0.091161 + 0.026340 + 0.089169 = 0.024348
+        (0.5, 0.026367),
+        # m = [0.55, 0.2375, 0.2125]
+        # KL(p || m) = 0.168814 - 0.034370 - 0.075377 = 0.059067
+        # KL(q || m) = -0.047655 + 0.012823 + 0.040630 = 0.005798
+        # 0.25 x 0.059067 + 0.75 x 0.005798
+        (0.25, 0.019115),
+    ],
+)
+def test_values(beta, expected):
+    found = generalized_jsd(jnp.log(Q), jnp.log(P), beta)
+    assert found == pytest.approx(expected, abs=2e-6)
+    assert generalized_jsd(jnp.log(P), jnp.log(P), beta) == pytest.approx(0, abs=1e-7)
+
+
+def test_a_small_weight_is_the_forward_kl_and_a_large_one_the_reverse():
+    with jax.enable_x64(True):
+        q, p = jnp.log(jnp.asarray(Q)), jnp.log(jnp.asarray(P))
+        assert generalized_jsd(q, p, 1e-6) / 1e-6 == pytest.approx(0.099273, abs=1e-5)
+        assert generalized_jsd(q, p, 1 - 1e-6) / 1e-6 == pytest.approx(0.116623, abs=1e-5)
+
+
+def test_gradients_for_the_students_logits():
+    """Forward: q - p. Reverse: q_k (log q_k / p_k - KL), with KL = 0.116623."""
+
+    def of_logits(z, beta):
+        return generalized_jsd(jax.nn.log_softmax(z), jnp.log(P), beta)
+
+    forward, reverse = (jax.grad(of_logits)(jnp.log(Q), beta) for beta in (0.0, 1.0))
+    np.testing.assert_allclose(forward, [-0.2, 0.05, 0.15], atol=1e-6)
+    # 0.5 (-0.336472 - 0.116623), 0.25 (0.223144 - 0.116623), 0.25 (0.916291 - 0.116623)
+    np.testing.assert_allclose(reverse, [-0.226548, 0.026630, 0.199917], atol=1e-6)
+
+
+def logits(*shape, scale=2.0):
+    return jax.random.normal(jax.random.key(0), shape) * scale
+
+
+def test_events_are_some_ids_and_all_others_together():
+    z = logits(2, 3, 16)
+    ids = top_ids(z, 4)
+    assert ids.shape == (2, 3, 4) and ids.dtype == jnp.int32
+    probs = np.asarray(jax.nn.softmax(z))
+    chosen = np.take_along_axis(probs, np.asarray(ids), -1)
+    np.testing.assert_allclose(chosen, -np.sort(-probs)[..., :4], rtol=1e-6)
+    expected = np.concatenate([chosen, 1 - chosen.sum(-1, keepdims=True)], -1)
+    np.testing.assert_allclose(jnp.exp(event_log_probs(z, ids)), expected, atol=1e-6)
+    some = event_log_probs(z, ids.at[..., 3].set(-1))
+    np.testing.assert_allclose(jnp.exp(some[..., 3]), 0)
+    np.testing.assert_allclose(jnp.exp(some[..., 4]), 1 - expected[..., :3].sum(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_all_ids_are_the_whole_vocabulary(beta):
+    z, teacher = logits(1, 2, 8), logits(1, 2, 8)[..., ::-1]
+    ids = top_ids(teacher, 100)
+    assert ids.shape[-1] == 8
+    found = generalized_jsd(event_log_probs(z, ids), event_log_probs(teacher, ids), beta)
+    expected = generalized_jsd(jax.nn.log_softmax(z), jax.nn.log_softmax(teacher), beta)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_little_that_is_left_has_a_gradient_that_is_right(beta):
+    """1 - sum of the others would have no digit left: the event is 3e-8 for the student."""
+    z = jnp.zeros((1, 1, 64)).at[..., 0].set(21.5)
+    teacher = logits(1, 1, 64)
+    ids = top_ids(teacher, 8).at[..., 0].set(0)
+
+    def divergence(z):
+        student, other = event_log_probs(z, ids), event_log_probs(teacher, ids)
+        return generalized_jsd(student, other.astype(z.dtype), beta).sum()
+
+    found = jax.grad(divergence)(z)
+    with jax.enable_x64(True):
+        exact = jax.grad(divergence)(jnp.asarray(np.asarray(z), jnp.float64))
+    # the gradient is at most 1: two roundings of a float32 near it
+    np.testing.assert_allclose(found, exact, rtol=0, atol=3e-7)
+
+
+def test_the_reverse_kl_grows_as_the_student_leaves_the_ids_of_its_teacher():
+    """Over those ids alone it would fall below 0, and be best where the student has none of them."""
+    teacher = jnp.log(jnp.array([0.6, 0.3, 0.1]))  # the last is all others
+    leaving = [jnp.log(jnp.array([0.6 * x, 0.3 * x, 1 - 0.9 * x])) for x in (1.0, 0.5, 0.1)]
+    values = [float(generalized_jsd(q, teacher, 1.0)) for q in leaving]
+    assert values == sorted(values) and values[0] == pytest.approx(0, abs=1e-6)
+    alone = [float(jnp.sum(jnp.exp(q[:2]) * (q[:2] - teacher[:2]))) for q in leaving]
+    assert alone[1] < 0
