@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import after_user, encode_prompt, load_tokenizer
 from jaxrl.rollout.conversations.turns import TurnTemplate
 from jaxrl.rollout.protocol import Sampling
 from tests.rollout.scripted import ScriptedEngine, converse, make_prompt
@@ -163,6 +163,17 @@ def test_what_stands_between_turns_is_what_the_template_writes(backend, name, cu
     whole, turns = check_exact(tokenizer, stop, cut_off=cut_off)
     said = whole[: len(whole) - len(turns[-1])]
     assert tokenizer.decode(said) == rendered(tokenizer, turns, stop)
+
+
+@pytest.mark.parametrize("template", ["chatml", "thinking", "gemma", "llama3"])
+def test_what_follows_the_words_of_a_user_ends_every_prompt(backend, template):
+    tokenizer = tokenizer_with(backend, *TEMPLATES[template])
+    rest = after_user(tokenizer, enable_thinking=False)
+    for words in ("40 + 2", "guess\n", "is it 42?"):
+        said = [{"role": "user", "content": words}]
+        prompt = encode_prompt(tokenizer, said, enable_thinking=False)
+        assert prompt[-len(rest) :] == rest
+        assert tokenizer.decode(prompt[: -len(rest)]).endswith(words.strip())
 
 
 @pytest.mark.parametrize("cut_off", [False, True])
