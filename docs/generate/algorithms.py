@@ -16,6 +16,7 @@ from jaxrl.config.objective_requirements import allowed_reductions, ratio_anchor
 from jaxrl.data.selection import soft_overlong_punishment
 from jaxrl.losses import ROWS
 from jaxrl.losses.adaptive_entropy import adaptive_entropy_coef
+from jaxrl.losses.distillation import generalized_jsd
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards, unbiased_kl
 from jaxrl.losses.off_policy import off_policy_correction, rejection_bounds
 from jaxrl.losses.opsm import off_policy_sequence_mask
@@ -38,13 +39,14 @@ The objective of a minibatch is a sum over its rows b and tokens t,
 
 ```
 sum_bt w_bt c_bt L_bt + kl_loss_coef sum_bt k_bt KL_bt - entropy_loss_coef sum_bt e_bt H_bt
-- positive_nll_coef sum_bt p_bt log_probs_bt
+- positive_nll_coef sum_bt p_bt log_probs_bt + distillation.coef sum_bt d_bt D_bt
 ```
 
 with the loss L of a token, the weights w of `loss_reduction`, the off-policy correction c, and for
 KL, entropy and the likelihood of right rows weights of their own (mean over sequences, or that of
 the loss with `kl_loss_reduction = "loss"`; mean over tokens; mean over the tokens of rows with a
-reward above 0). Nothing else divides by a count. Corrections by their names in other systems:
+reward above 0); the divergence D from a teacher is weighed as the loss is, over the tokens that
+have one. Nothing else divides by a count. Corrections by their names in other systems:
 [off_policy.md](off_policy.md). Every run prints the objective that its config means. All settings
 are fields of `trainer.algorithm`. Functions of your own:
 [custom_algorithms.md](custom_algorithms.md). What each learns of a small task in 100 steps:
@@ -66,6 +68,7 @@ _SHARED = {
         ("opsm_delta", off_policy_sequence_mask),
     ],
     "Around the loss": [
+        ("distillation", generalized_jsd),
         ("top_entropy_quantile", top_entropy_mask),
         ('entropy_ctrl.type = "adaptive"', adaptive_entropy_coef),
         ("advantage_batch_normalize", normalize_advantages),

@@ -37,6 +37,46 @@ def test_values(beta, expected):
     assert generalized_jsd(jnp.log(P), jnp.log(P), beta) == pytest.approx(0, abs=1e-7)
 
 
+# TRL's generalized_jsd_loss of two tokens and four ids at temperature 0.8, summed, with its gradient
+# for the student's logits (huggingface/trl, commit f2cd577).
+OF_TRL = {
+    0.0: (
+        1.684837,
+        [[-0.69017, -0.105841, 0.955871, -0.15986], [0.327343, -0.200741, -0.016478, -0.110124]],
+    ),
+    0.1: (
+        0.149068,
+        [[-0.053448, -0.008197, 0.075971, -0.014326], [0.030263, -0.018926, -0.001554, -0.009784]],
+    ),
+    0.5: (
+        0.432845,
+        [[-0.113765, -0.017446, 0.171722, -0.04051], [0.098347, -0.065699, -0.005393, -0.027255]],
+    ),
+    0.9: (
+        0.202883,
+        [[-0.044609, -0.006841, 0.070372, -0.018922], [0.049546, -0.035126, -0.002883, -0.011537]],
+    ),
+    1.0: (
+        2.740933,
+        [[-0.610927, -0.093689, 0.980683, -0.276067], [0.660451, -0.476609, -0.039122, -0.14472]],
+    ),
+}
+
+
+@pytest.mark.parametrize("beta", OF_TRL)
+def test_values_and_gradients_of_trl(beta):
+    student = jnp.array([[0.5, -1.0, 2.0, 0.0], [1.0, 1.5, -0.5, 0.25]])
+    teacher = jnp.array([[1.5, 0.0, -1.0, 0.5], [-0.5, 2.0, 0.0, 1.0]])
+
+    def total(z):
+        log_q, log_p = (jax.nn.log_softmax(x / 0.8) for x in (z, teacher))
+        return generalized_jsd(log_q, log_p, beta).sum()
+
+    value, gradient = jax.value_and_grad(total)(student)
+    assert value == pytest.approx(OF_TRL[beta][0], abs=2e-6)
+    np.testing.assert_allclose(gradient, OF_TRL[beta][1], atol=2e-6)
+
+
 def test_a_small_weight_is_the_forward_kl_and_a_large_one_the_reverse():
     with jax.enable_x64(True):
         q, p = jnp.log(jnp.asarray(Q)), jnp.log(jnp.asarray(P))
