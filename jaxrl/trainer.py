@@ -27,6 +27,7 @@ from jaxrl.config.objective_requirements import (
     estimator_row,
     has_critic,
     kl_in_reward,
+    needs_greedy,
     needs_old_log_probs,
     needs_reference,
 )
@@ -582,6 +583,7 @@ class Trainer:
             samples,
             params,
             part=part,
+            greedy=phase.startswith("train") and needs_greedy(self.config.trainer.algorithm),
         )
 
     def postprocess_generator_output(
@@ -604,6 +606,11 @@ class Trainer:
                 f"trainer.algorithm.advantage_estimator={row.fn.__name__!r} normalises rewards by "
                 "name, and the environment gives one number; return {name: reward, ...}, or add "
                 "environment.reward_functions"
+            )
+        if row and row.needs_greedy and "greedy_rewards" not in output:
+            raise ContractError(
+                f"trainer.algorithm.advantage_estimator={row.fn.__name__!r} needs what greedy "
+                "answers earn, and the rollouts have no column 'greedy_rewards'; give it with them"
             )
         replay = self.config.trainer.policy.router_replay
         if replay == "off":
@@ -664,6 +671,8 @@ class Trainer:
         """Add advantages and returns of the whole batch; before them the KL in the rewards."""
         algorithm = self.config.trainer.algorithm
         scores = np.asarray(batch.rewards).sum(-1)
+        if batch.greedy_rewards is not None:
+            self.metrics["reward/greedy"] = float(np.mean(batch.greedy_rewards))
         if kl_in_reward(algorithm):
             batch, metrics = penalize_kl(batch, self.state.kl_coef, algorithm)
             self.metrics |= metrics
@@ -678,7 +687,11 @@ class Trainer:
             activity.warn(f"{wrong}. Their minibatches are skipped")
         self.metrics |= advantage_metrics(batch) | advantages_by_correctness(batch, scores)
         return batch.replace(
-            is_last_step=None, valid_mask=None, reward_terms=None, turn_rewards=None
+            is_last_step=None,
+            valid_mask=None,
+            reward_terms=None,
+            turn_rewards=None,
+            greedy_rewards=None,
         )
 
     def estimated(self, batch: TrainBatch, kept: Any) -> tuple[Any, FloatBT, FloatBT]:
@@ -1022,7 +1035,9 @@ class Trainer:
         batch = _resized(batch, settings.train_batch_size * self.samples)
         valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
         state, row = self.state, estimator_row(settings.algorithm)
-        if row and (row.needs_terms or row.per_turn):  # how many there are rollouts say
+        if row and (
+            row.needs_terms or row.per_turn or row.needs_greedy
+        ):  # how many there are rollouts say
             batch = batch.replace(advantages=batch.rewards, returns=batch.rewards)
         else:
             batch = self.add_advantages(batch.replace(valid_mask=valid))

@@ -168,6 +168,7 @@ class GeneratorOutput(TypedDict):
     trajectory_ids: NotRequired[list[TrajectoryID]]
     is_last_step: NotRequired[list[bool]]
     turn_rewards: NotRequired[list[float]]  # with is_last_step: what each turn earned
+    greedy_rewards: NotRequired[list[float]]  # what the greedy answer to each prompt earned
     feedback: NotRequired[list[str]]  # of the environment, in words; "" = it gave none
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
@@ -208,6 +209,7 @@ class TrainBatch(PyTree):
     valid_mask: BoolB | None = None  # until there are advantages; 0 = nothing was judged
     # rewards by name, in alphabetical order, not weighted; until there are advantages
     reward_terms: FloatBK | None = None
+    greedy_rewards: FloatB | None = None  # of each row's prompt; until there are advantages
     turn_rewards: FloatB | None = (
         None  # of rows that are turns: of each; until there are advantages
     )

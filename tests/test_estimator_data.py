@@ -1,4 +1,4 @@
-"""Runs whose estimators look at more than the sum of rewards: rewards by name, turns."""
+"""Runs whose estimators look at more than sums of rewards: their names, turns, greedy answers."""
 
 import pytest
 
@@ -22,10 +22,11 @@ RUNS = {
         "generator.step_wise_trajectories": True,
         "trainer.algorithm.advantage_kwargs": {"step_gamma": 0.9},
     },
+    "remax": {"generator.n_samples_per_prompt": 2},
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_resumed_to_the_bit(tmp_path, name):
     settings = {**RUNS[name], "trainer.algorithm.advantage_estimator": name}
@@ -56,6 +57,15 @@ def test_a_reward_without_a_name_is_refused_where_each_counts(tmp_path, capsys):
                 "generator.zero_reward_on_non_stop": True,
             },
             "generator.zero_reward_on_non_stop='on': changes the sum of the rewards",
+        ),
+        (
+            {
+                "trainer.algorithm.advantage_estimator": "remax",
+                "generator.partial_rollouts.max_tokens_per_step": 4,
+                "generator.partial_rollouts.extra_prompts": 2,
+                "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
+            },
+            "max_tokens_per_step=4: advantage_estimator='remax' compares with the greedy answer",
         ),
     ],
 )

@@ -29,6 +29,7 @@ from jaxrl.advantages.reinforce_plus_plus_baseline import (
     ROW as REINFORCE_PLUS_PLUS_BASELINE,
     reinforce_plus_plus_baseline,
 )
+from jaxrl.advantages.remax import ROW as REMAX, remax
 from jaxrl.advantages.rloo import ROW as RLOO, rloo
 from jaxrl.advantages.row import Estimator
 from jaxrl.advantages.vapo import ROW as VAPO, vapo
@@ -53,6 +54,7 @@ __all__ = [
     "pass_at_k",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
     "rloo",
     "vapo",
     "w_reinforce",
@@ -69,6 +71,7 @@ ROWS: dict[str, Estimator] = {
         GPG,
         OPO,
         RLOO,
+        REMAX,
         MAXRL,
         PASS_AT_K,
         GFPO,

@@ -18,6 +18,7 @@ class Estimator(NamedTuple):
         needs_values: of a critic.
         needs_teacher: a reference that is another model.
         needs_terms: rewards by name, each on its own.
+        needs_greedy: what the greedy answer to each prompt earns.
         uses_rewards: rewards have a part in it.
         binary_rewards: it is made for rewards of 0 and 1.
         normalises: over the batch.
@@ -33,6 +34,7 @@ class Estimator(NamedTuple):
     needs_values: bool = False
     needs_teacher: bool = False
     needs_terms: bool = False
+    needs_greedy: bool = False
     uses_rewards: bool = True
     binary_rewards: bool = False
     normalises: bool = False

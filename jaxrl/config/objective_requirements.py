@@ -117,6 +117,13 @@ def requires_values(algorithm: AlgorithmConfig) -> bool:
     return values is not None and values.default is values.empty
 
 
+def needs_greedy(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the advantage estimator asks what greedy answers earn."""
+    if row := estimator_row(algorithm):
+        return row.needs_greedy
+    return "greedy_rewards" in _estimator_parameters(algorithm)
+
+
 def has_critic(trainer: TrainerConfig) -> bool:
     """Return whether a critic is trained beside the policy."""
     return trainer.critic.model.path is not None

@@ -35,6 +35,7 @@ from jaxrl.config.objective_requirements import (
     kl_in_reward,
     loss_name,
     loss_row,
+    needs_greedy,
     ratio_anchor,
     reduces_by_itself,
     requires_values,
@@ -901,6 +902,10 @@ def _check_partial_rollouts(config: TrainConfig, num_processes: int) -> None:
     if not settings.extra_prompts:
         fix = f"must be at least 1 with {field}={most}: else nothing can be carried"
         fail(f"{group}.extra_prompts", 0, fix)
+    if needs_greedy(trainer.algorithm):
+        name = estimator_name(trainer.algorithm)
+        fix = f"advantage_estimator={name!r} compares with the greedy answer of the step in which "
+        fail(field, most, f"{fix}a prompt was answered; leave it unset")
     if generator.inference_engine.backend == "jetstream":
         fix = "is not for the backend 'jetstream', whose prompts have a most; leave it unset"
         fail(field, most, fix)

@@ -154,12 +154,17 @@ def collate(
         is_last_step=np.asarray(output["is_last_step"]) if "is_last_step" in output else None,
         valid_mask=np.asarray(output["valid_mask"]) if "valid_mask" in output else None,
         reward_terms=_reward_terms(output),
-        turn_rewards=np.asarray(output["turn_rewards"], np.float32)
-        if "turn_rewards" in output
-        else None,
+        turn_rewards=_of_rows(output, "turn_rewards"),
+        greedy_rewards=_of_rows(output, "greedy_rewards"),
         routes=_routes(output, width) if ROUTES in output else None,
         **{column.batch: response_array(column) for column in TOKEN_COLUMNS},
     )
+
+
+def _of_rows(output: GeneratorOutput, name: str) -> np.ndarray | None:
+    """Return a column with a number for each row; None where there is none."""
+    column = cast(dict, output).get(name)
+    return None if column is None else np.asarray(column, np.float32)
 
 
 def _reward_terms(output: GeneratorOutput) -> np.ndarray | None:

@@ -219,6 +219,7 @@ def check_pure_functions(
     arrays["reward_terms"] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
     arrays["reward_weights"] = jax.ShapeDtypeStruct((2,), jnp.float32)
     arrays["turn_rewards"] = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    arrays["greedy_rewards"] = arrays["turn_rewards"]
     arrays["turn_states"] = arrays["trajectory"] = arrays["index"]
 
     def estimate(state: Any, arrays: dict[str, Array]) -> Any:

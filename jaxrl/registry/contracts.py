@@ -29,7 +29,7 @@ LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs
 ESTIMATOR_DATA = (
     *("token_level_rewards", "response_mask", "index", "loss_mask", "values", "config"),
     *("valid_mask", "old_log_probs", "ref_log_probs", "reward_terms", "reward_weights"),
-    *("turn_rewards", "turn_states", "trajectory"),
+    *("turn_rewards", "turn_states", "trajectory", "greedy_rewards"),
 )
 ESTIMATOR_SETTINGS = ("grpo_norm_by_std", "gamma", "lambd")
 # What is wrong with a function that keeps something between calls.

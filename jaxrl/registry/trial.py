@@ -67,7 +67,7 @@ def _try_estimator(algorithm: Any, func: Function, batch: TrainBatch) -> None:
     arrays |= {name: getattr(batch, name) for name in names}
     arrays["reward_terms"] = np.asarray(batch.rewards).sum(-1, keepdims=True)
     arrays["reward_weights"] = np.ones(1, np.float32)
-    arrays["turn_rewards"] = np.asarray(batch.rewards).sum(-1)
+    arrays["turn_rewards"] = arrays["greedy_rewards"] = np.asarray(batch.rewards).sum(-1)
     arrays["turn_states"] = arrays["trajectory"] = np.arange(len(batch.lengths), dtype=np.int32)
     estimate = bind_estimator(algorithm)
     state = as_arrays(estimate.label, initial_state_of(func)) or None

@@ -1,6 +1,7 @@
 """What the trainer asks for trajectories, how it waits for them, and what it takes for one."""
 
 import asyncio
+import dataclasses
 import inspect
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
@@ -9,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from jaxrl.config import SamplingParams, TrainConfig
-from jaxrl.data.columns import BLANKS, NO_ROUTES, ROUTES, TOKEN_COLUMNS
+from jaxrl.data.columns import BLANKS, NO_ROUTES, ROUTES, TOKEN_COLUMNS, trajectory_numbers
 from jaxrl.rollout.conversations.conversation import generator_input, sampling_of
 from jaxrl.rollout.conversations.loop_thread import LoopThread
 from jaxrl.rollout.conversations.step_wise import merge_steps
@@ -60,6 +61,7 @@ async def sample_prompts(
     params: SamplingParams,
     *,
     part: bool = False,
+    greedy: bool = False,
 ) -> GeneratorOutput:
     """Return `samples` judged trajectories of every prompt.
 
@@ -68,6 +70,7 @@ async def sample_prompts(
         eos_token_ids: of the model.
         phase, step: with seed, prompt and sample they name all that is random.
         part: these are not the whole batch; `concat_batch` puts the parts together.
+        greedy: answer each prompt greedily, too, and say what that earns.
 
     Raises:
         ValueError: see `checked_output`.
@@ -78,7 +81,31 @@ async def sample_prompts(
         batch["part"] = True
     output = await generate(generator, batch)
     output = checked_output(output, type(generator).__name__, len(batch["prompts"]))
+    if greedy:
+        rng_path = *rng_path[:1], f"{phase}, greedy", step
+        asked = sampling_of(dataclasses.replace(params, temperature=0.0), eos_token_ids)
+        alone = generator_input(prompts, 1, rng_path, asked)
+        answers = await generate(generator, alone)
+        answers = checked_output(answers, type(generator).__name__, len(prompts))
+        output = with_greedy_rewards(output, answers, samples)
     return merge_steps(output) if config.generator.merge_stepwise_output else output
+
+
+def with_greedy_rewards(
+    output: GeneratorOutput, answers: GeneratorOutput, samples: int
+) -> GeneratorOutput:
+    """Return trajectories with what the greedy answers to their prompts earned.
+
+    Args:
+        output: `samples` trajectories of each prompt; answers: one of each.
+    """
+
+    def trajectories(of: GeneratorOutput) -> np.ndarray:
+        return trajectory_numbers(of.get("is_last_step", [True] * len(of["response_ids"])))
+
+    earned = np.zeros(int(trajectories(answers)[-1]) + 1)
+    np.add.at(earned, trajectories(answers), [float(np.sum(r)) for r in answers["rewards"]])
+    return {**output, "greedy_rewards": earned[trajectories(output) // samples].tolist()}
 
 
 Result = TypeVar("Result")

@@ -1,9 +1,11 @@
 """Which requests have the shapes of every batch that a run will sample."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxrl.config.generator import GeneratorConfig
+from jaxrl.config.objective_requirements import needs_greedy
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.packing import buckets_between, length_bucket
 from jaxrl.rollout.conversations.conversation import sampling_of
@@ -38,7 +40,10 @@ def _batches(
     eval_sizes = {min(at_once, evaluated), evaluated % at_once} - {0}
     train = train_prompts, [trainer.train_batch_size], generator.n_samples_per_prompt
     evaluation = eval_prompts, sorted(eval_sizes), generator.eval_n_samples_per_prompt
-    phases = ((train, generator.sampling_params), (evaluation, generator.eval_sampling_params))
+    phases = [(train, generator.sampling_params), (evaluation, generator.eval_sampling_params)]
+    if needs_greedy(trainer.algorithm):
+        greedy = dataclasses.replace(generator.sampling_params, temperature=0.0)
+        phases.append(((*train[:2], 1), greedy))
     for (prompts, sizes, samples), params in phases:
         if params is None or not prompts:
             continue

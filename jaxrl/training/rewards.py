@@ -227,6 +227,7 @@ def advantages_of(
         "loss_mask": batch.loss_mask,
     }
     optional = ("valid_mask", "values", "old_log_probs", "ref_log_probs", "reward_terms")
+    optional += ("greedy_rewards",)
     more = {name: getattr(batch, name) for name in optional}
     arrays |= {name: x for name, x in more.items() if x is not None}
     known = {}

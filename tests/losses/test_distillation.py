@@ -37,8 +37,8 @@ def test_values(beta, expected):
     assert generalized_jsd(jnp.log(P), jnp.log(P), beta) == pytest.approx(0, abs=1e-7)
 
 
-# TRL's generalized_jsd_loss of two tokens and four ids at temperature 0.8, summed, with its gradient
-# for the student's logits (huggingface/trl, commit f2cd577).
+# TRL's generalized_jsd_loss of two tokens and four ids at temperature 0.8, summed, its gradient
+# for the student's logits beside it (huggingface/trl, commit f2cd577).
 OF_TRL = {
     0.0: (
         1.684837,
@@ -143,7 +143,7 @@ def test_little_that_is_left_has_a_gradient_that_is_right(beta):
 
 
 def test_the_reverse_kl_grows_as_the_student_leaves_the_ids_of_its_teacher():
-    """Over those ids alone it would fall below 0, and be best where the student has none of them."""
+    """Over those ids alone it would fall below 0 as the student leaves them."""
     teacher = jnp.log(jnp.array([0.6, 0.3, 0.1]))  # the last is all others
     leaving = [jnp.log(jnp.array([0.6 * x, 0.3 * x, 1 - 0.9 * x])) for x in (1.0, 0.5, 0.1)]
     values = [float(generalized_jsd(q, teacher, 1.0)) for q in leaving]
