@@ -647,7 +647,9 @@ class Trainer:
             own = batch.replace(routes=None)  # it is a policy of its own, and not the sampler
             algorithm, params = self.config.trainer.algorithm, on_device(self.ref_params)
             teaches = distills(algorithm) and not distills_hindsight(algorithm)
-            options = {"top_k": algorithm.distillation.top_k} if teaches else {}
+            options: dict[str, Any] = {}
+            if teaches:
+                options["top_k"] = algorithm.distillation.top_k
             scored = self.ref_forward_pass(params, own, **options)
             batch = batch.replace(ref_log_probs=scored[0])
             if teaches:
