@@ -516,17 +516,32 @@ def test_the_exact_mode_has_no_difference():
     assert largest == apart == 0
 
 
-def test_baselines_are_valid_and_each_is_another_config():
-    found = baselines.methods(100, [])
+@pytest.mark.parametrize("task", baselines.TASKS)
+def test_baselines_are_valid_and_each_is_another_config(task):
+    found = baselines.methods(baselines.TASKS[task], 100, [])
     names = [x.name for x in found]
-    assert len(set(names)) == len(names)
-    rows = {*baselines.LOSSES, *baselines.TERMS, *baselines.ESTIMATORS, *baselines.CRITICS}
-    assert set(names) == rows
+    assert names == list(baselines.TASKS[task].pairs)
     for variant in found:
         cfg.validate(variant.config, num_devices=1)
     settings = [json.dumps(cfg.get_config_as_dict(x.config), sort_keys=True) for x in found]
     assert len(set(settings)) == len(settings)
-    nsr = found[names.index("nsr")].config.trainer.algorithm
-    assert nsr.advantage_kwargs == {"threshold": 0.99, "positive_weight": 0.0}
+
+
+def test_baselines_are_chosen_by_name():
+    task = baselines.TASKS["sort_digits"]
+    (nsr,) = baselines.methods(task, 100, ["nsr"])
+    assert nsr.config.trainer.algorithm.advantage_kwargs == {
+        "threshold": 0.99,
+        "positive_weight": 0.0,
+    }
     with pytest.raises(ValueError, match="'grop' is none of regular"):
-        baselines.methods(100, ["grop"])
+        baselines.methods(task, 100, ["grop"])
+
+
+def test_the_two_rewards_of_baselines():
+    extras = {"reward_spec": {"ground_truth": "25"}}
+    said = {"25": (1, 1), "52": (1, 0), "2": (0, 0.5), "251": (0, 1)}
+    for action, (short, placed) in said.items():
+        assert baselines.short(action, stopped=True) == short
+        assert baselines.placed(action, extras) == placed
+    assert baselines.short("25", stopped=False) == 0
