@@ -24,6 +24,7 @@ from benchmarks import (
     environment_workers,
     exact,
     experts,
+    gradients,
     grammars,
     grpo_step,
     long_context,
@@ -52,9 +53,11 @@ from benchmarks.grpo_step import make_workload, skewed_lengths
 from benchmarks.shapes import SHAPES
 from benchmarks.systems import torch_losses
 from jaxrl import config as cfg
+from jaxrl.losses import LOSSES
 from jaxrl.models.exact import choose_tiles
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.transformer import TransformerConfig, init_params
+from jaxrl.tools.compare.variants import parse_variants
 from tests.envs.test_sandbox import needs_sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -545,3 +548,13 @@ def test_the_two_rewards_of_baselines():
         assert baselines.short(action, stopped=True) == short
         assert baselines.placed(action, extras) == placed
     assert baselines.short("25", stopped=False) == 0
+
+
+def test_the_gradients_that_are_compared_are_those_of_other_objectives():
+    config = cfg.resolve(baselines.sort_digits(100))
+    found = parse_variants(config, gradients.choices(), None)
+    assert set(LOSSES) < {x.name for x in found}
+    settings = [json.dumps(cfg.get_config_as_dict(x.config), sort_keys=True) for x in found]
+    assert len(set(settings)) == len(settings)
+    with_bonus = [x.name for x in found if x.config.trainer.algorithm.use_entropy_loss]
+    assert with_bonus == ["entropy alone"]

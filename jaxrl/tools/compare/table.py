@@ -160,12 +160,12 @@ def heat_map(comparison: Comparison, path: Path, title: str) -> None:
     cosine = comparison.cosine[np.ix_(places, places)]
     many = len(names) > 12
     cell, size = (0.3, 5.5) if many else (0.62, 7)
-    turned = {"rotation": 90} if many else {"rotation": 45, "ha": "right"}
+    turned, ha = (90, "center") if many else (45, "right")
     height = 2.5 + cell * len(names)
     figure = Figure(figsize=(height + 1.5, height))
     axes = figure.subplots()
     image = axes.imshow(cosine, vmin=-1, vmax=1, cmap="RdBu_r")
-    axes.set_xticks(range(len(names)), names, fontsize=8, **turned)
+    axes.set_xticks(range(len(names)), names, rotation=turned, ha=ha, fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     for (row, column), value in np.ndenumerate(cosine):
         color = "white" if abs(value) > 0.6 else "black"
