@@ -18,8 +18,9 @@ Two estimators need another task, where they stand beside GRPO at one learning r
 
     rewards   gdpo. The same digits with two rewards of a half each: one for an answer of two
               characters and its end, which is easy, one for the share of digits in their places
-    turns     gigpo. The model guesses a digit in up to four turns (configs/guess_number.py), a row
-              a turn; turns of a prompt from the same state are those with the same hint before them
+    turns     gigpo. The model guesses one of seven digits in up to three turns, as in
+              configs/guess_number.py, a row a turn; turns of a prompt from the same state are those
+              with the same hint before them. 8 prompts x 16 samples, as turns are long
 """
 
 import argparse
@@ -130,13 +131,16 @@ def sort_digits_by_rewards(steps: int) -> cfg.TrainConfig:
 
 
 def guess_number(steps: int) -> cfg.TrainConfig:
-    """Make the config of the task with several turns, with batches and updates as sorting has."""
+    """Make the config of the task with several turns, with four updates a step as sorting has."""
     config = load_config_file(str(QUICKSTART.with_name("guess_number.py")))
     changes = {
+        "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=800, seed=0, highest=6)"],
+        "data.val_data": ["jaxrl.envs.toys.guess_number:prompts(size=80, seed=1, highest=6)"],
+        "generator.max_turns": 3,
         "trainer.epochs": steps,
         "trainer.max_training_steps": steps,
-        "trainer.train_batch_size": 16,
-        "trainer.policy_mini_batch_size": 8,
+        "trainer.train_batch_size": 8,
+        "trainer.policy_mini_batch_size": 4,
         "trainer.update_epochs_per_batch": 2,
         "trainer.policy.optimizer_config.num_warmup_steps": 10,
         "trainer.policy.optimizer_config.lr": 3e-3,

@@ -90,6 +90,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         engine_host,
         environment_workers,
         experts,
+        gradients,
         grpo_step,
         losses,
         memory,

@@ -152,25 +152,24 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def heat_map(comparison: Comparison, path: Path, title: str) -> None:
-    """Draw the cosines, each with its number."""
+    """Draw the cosines, each with its number where that can be read."""
     from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
 
     places = neighbours(comparison.cosine)
     names = [comparison.choices[place].name for place in places]
     cosine = comparison.cosine[np.ix_(places, places)]
-    many = len(names) > 12
-    cell, size = (0.3, 5.5) if many else (0.62, 7)
-    turned, ha = (90, "center") if many else (45, "right")
+    many = len(names) > 16
+    cell, turned, ha = (0.17, 90, "center") if many else (0.62, 45, "right")
     height = 2.5 + cell * len(names)
     figure = Figure(figsize=(height + 1.5, height))
     axes = figure.subplots()
     image = axes.imshow(cosine, vmin=-1, vmax=1, cmap="RdBu_r")
     axes.set_xticks(range(len(names)), names, rotation=turned, ha=ha, fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    for (row, column), value in np.ndenumerate(cosine):
+    for (row, column), value in () if many else np.ndenumerate(cosine):
         color = "white" if abs(value) > 0.6 else "black"
         text = _shown(value, ".2f")
-        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=size)
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
     axes.set_title(title.replace("$", r"\$"), fontsize=9)
     figure.colorbar(image, label="cosine of the gradients", shrink=0.8)
     with replaced(path) as new:
