@@ -301,6 +301,15 @@ def test_a_picture_has_the_choices_in_the_order_of_neighbours(tmp_path):
     assert cells == cosine[np.ix_(order, order)].ravel().tolist()
 
 
+def test_a_picture_of_many_choices_has_no_numbers(tmp_path):
+    one = Evaluated("regular", -0.5, 2.0, 0.25, 0.9, 1e-3, None)
+    for count, shown in {16: 16 * 16, 17: 0}.items():
+        found = Comparison([one] * count, np.full((count, count), 0.5), 7, {}, 0.1)
+        heat_map(found, tmp_path / "x.svg", "a title")
+        texts = re.findall(r"<!-- 0\.50 -->", (tmp_path / "x.svg").read_text())
+        assert len(texts) - shown in (0, 1)  # the colour bar may have one
+
+
 def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path):
     one = Evaluated("regular", -0.5, 2.0, 0.25, 0.9, 1e-3, None)
     heat_map(Comparison([one], np.eye(1), 7, {}, 0.1), tmp_path / "x.svg", "a title")
