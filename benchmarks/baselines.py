@@ -2,8 +2,10 @@
 
     python -m benchmarks.baselines --out=runs/baselines --processes=2
     python -m benchmarks.baselines --out=runs/baselines --only=gspo,pass_at_k
+    python -m benchmarks.baselines --out=runs/rewards --task=rewards
+    python -m benchmarks.baselines --out=runs/turns --task=turns
 
-Claim: the table of docs/baselines.md; a second run of the command gives the same.
+Claim: the tables of docs/baselines.md; a second run of a command gives the same.
 
 The model of configs/quickstart.py sorts two digits from random weights, as in
 `benchmarks/sort_digits.py`: 100 steps of 16 prompts x 16 samples, four updates a step, of which all
@@ -11,15 +13,26 @@ but the first are off policy; entropy bonus 0.1 (0.02 where advantages are not d
 deviation), no KL but where the method is one. Each method is trained at three learning rates with
 two seeds, then at the best of them with five others. With a critic it is the policy's shape, from
 random weights, at the default rate. It goes on where it was stopped, see docs/sweeps.md.
+
+Two estimators need another task, where they stand beside GRPO at one learning rate, three seeds:
+
+    rewards   gdpo. The same digits with two rewards of a half each: one for an answer of two
+              characters and its end, which is easy, one for the share of digits in their places
+    turns     gigpo. The model guesses one of seven digits in up to three turns, as in
+              configs/guess_number.py, a row a turn; turns of a prompt from the same state are those
+              with the same hint before them. 8 prompts x 16 samples, as turns are long
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from benchmarks.sort_digits import make_config
+from benchmarks.sort_digits import QUICKSTART, make_config
 from jaxrl import config as cfg
+from jaxrl.config import load_config_file, to_train_config
 from jaxrl.tools.compare.variants import Variant, parse_variants
 from jaxrl.tools.sweep.summary import table
 from jaxrl.tools.sweep.sweep import sweep
@@ -77,24 +90,112 @@ CRITIC = {
 }
 
 
-def methods(steps: int, only: Sequence[str]) -> list[Variant]:
-    """Return what is trained, by the names of the table; () = all."""
-    config = make_config({}, 0, steps, Path("runs"))
-    wanted = {name: (f"{name}{more}", "grpo") for name, more in LOSSES.items()}
-    wanted |= {name: (f"regular{more}", "grpo") for name, more in TERMS.items()}
+BATCH = "+advantage_batch_normalize=true"  # as gdpo ends
+REWARDS = {
+    "grpo": ("regular", "grpo"),
+    "grpo, batch": ("regular", f"grpo{BATCH}"),
+    "grpo, no std": (f"regular{UNSCALED}", "grpo+grpo_norm_by_std=false"),
+    "gdpo": ("regular", "gdpo"),
+}
+TURNS = {
+    "grpo": ("regular", "grpo"),
+    "grpo, a row a turn": ("regular", "grpo"),
+    "gigpo": ("regular", "gigpo"),
+}
+STEP_WISE = {"generator.step_wise_trajectories": True}
+
+
+def short(action: str, stopped: bool) -> float:
+    """Return 1 for an answer of two characters and its end."""
+    return float(stopped and len(action) == 2)
+
+
+def placed(action: str, extras: Mapping[str, Any]) -> float:
+    """Return the share of the digits that stand in their places."""
+    answer = extras["reward_spec"]["ground_truth"]
+    return sum(a == b for a, b in zip(action, answer, strict=False)) / len(answer)
+
+
+def sort_digits(steps: int) -> cfg.TrainConfig:
+    """Make the config of the task that most methods have."""
+    return make_config({}, 0, steps, Path("runs"))
+
+
+def sort_digits_by_rewards(steps: int) -> cfg.TrainConfig:
+    """Make the config of the same task with an easy and a hard reward."""
+    changes = {
+        "environment.reward_functions": [f"benchmarks.baselines:{f}" for f in ("short", "placed")],
+        "environment.reward_weights": {"environment": 0.0, "short": 0.5, "placed": 0.5},
+    }
+    return cfg.apply_overrides(sort_digits(steps), changes)
+
+
+def guess_number(steps: int) -> cfg.TrainConfig:
+    """Make the config of the task with several turns, with four updates a step as sorting has."""
+    config = load_config_file(str(QUICKSTART.with_name("guess_number.py")))
+    changes = {
+        "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=800, seed=0, highest=6)"],
+        "data.val_data": ["jaxrl.envs.toys.guess_number:prompts(size=80, seed=1, highest=6)"],
+        "generator.max_turns": 3,
+        "trainer.epochs": steps,
+        "trainer.max_training_steps": steps,
+        "trainer.train_batch_size": 8,
+        "trainer.policy_mini_batch_size": 4,
+        "trainer.update_epochs_per_batch": 2,
+        "trainer.policy.optimizer_config.num_warmup_steps": 10,
+        "trainer.policy.optimizer_config.lr": 3e-3,
+        "trainer.eval_before_train": False,
+        "trainer.eval_interval": steps,
+    }
+    return cfg.apply_overrides(to_train_config(config), changes)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hold what is trained on one task.
+
+    Attributes:
+        config: number of steps -> what all methods have in common.
+        pairs: loss and estimator of each method.
+        own: other fields of a method.
+        lrs, tuning_seeds, seeds: see `sweep`.
+    """
+
+    config: Callable[[int], cfg.TrainConfig]
+    pairs: Mapping[str, tuple[str, str]]
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lrs: Sequence[float] = ()
+    tuning_seeds: Sequence[int] = ()
+    seeds: Sequence[int] = (1, 2, 3)
+
+
+def pairs() -> dict[str, tuple[str, str]]:
+    """Return loss and estimator of each method that sorts digits."""
+    found = {name: (f"{name}{more}", "grpo") for name, more in LOSSES.items()}
+    found |= {name: (f"regular{more}", "grpo") for name, more in TERMS.items()}
     for name, (of_loss, own) in ESTIMATORS.items():
         estimator = "w_reinforce" if name == "nsr" else name
-        wanted[name] = f"regular{of_loss}", f"{estimator}{own}"
-    wanted |= {name: (f"regular{more}", name) for name, more in CRITICS.items()}
-    if unknown := set(only) - set(wanted):
-        raise ValueError(f"--only: {unknown.pop()!r} is none of {', '.join(wanted)}")
-    found = []
-    for name, (loss, estimator) in wanted.items():
-        if only and name not in only:
-            continue
-        own = cfg.apply_overrides(config, CRITIC if name in CRITICS else {})
-        (variant,) = parse_variants(cfg.resolve(own), loss, estimator)
-        found.append(Variant(name, variant.config))
+        found[name] = f"regular{of_loss}", f"{estimator}{own}"
+    return found | {name: (f"regular{more}", name) for name, more in CRITICS.items()}
+
+
+TASKS = {
+    "sort_digits": Task(
+        sort_digits, pairs(), dict.fromkeys(CRITICS, CRITIC), LRS, TUNING_SEEDS, SEEDS
+    ),
+    "rewards": Task(sort_digits_by_rewards, REWARDS),
+    "turns": Task(guess_number, TURNS, dict.fromkeys(("grpo, a row a turn", "gigpo"), STEP_WISE)),
+}
+
+
+def methods(task: Task, steps: int, only: Sequence[str]) -> list[Variant]:
+    """Return what is trained, by the names of the table; () = all."""
+    if unknown := set(only) - set(task.pairs):
+        raise ValueError(f"--only: {unknown.pop()!r} is none of {', '.join(task.pairs)}")
+    config, found = task.config(steps), []
+    for name in only or task.pairs:
+        own = cfg.apply_overrides(config, task.own.get(name, {}))
+        found += parse_variants(cfg.resolve(own), {name: task.pairs[name]}, None)
     return found
 
 
@@ -104,16 +205,18 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--task", choices=TASKS, default="sort_digits")
     parser.add_argument("--only", default="")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args(argv)
+    task = TASKS[options.task]
     found = sweep(
-        methods(options.steps, [x for x in options.only.split(",") if x]),
+        methods(task, options.steps, [x for x in options.only.split(",") if x]),
         options.out,
-        seeds=SEEDS,
-        lrs=LRS,
-        tuning_seeds=TUNING_SEEDS,
+        seeds=task.seeds,
+        lrs=task.lrs,
+        tuning_seeds=task.tuning_seeds,
         processes=options.processes,
     )
     print(table(found))

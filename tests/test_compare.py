@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxrl.tools.compare.loss_comparison import (
     measured_kl,
     weight_ess,
 )
+from jaxrl.tools.compare.table import neighbours
 from jaxrl.tools.compare.variants import Variant, parse_variants
 from jaxrl.tools.replay.recorded_run import RecordedRun, restored
 from jaxrl.train import train
@@ -202,6 +204,10 @@ def test_choices_are_read_with_their_changes():
     assert last.config.trainer.algorithm.gamma == 0.9
     (own,) = parse_variants(config, "regular", None)
     assert own == Variant("regular", config)
+    named = parse_variants(config, {"mine": ("gspo", "rloo"), "own": ("regular", "grpo")}, None)
+    assert [x.name for x in named] == ["mine", "own"]
+    assert named[0].config.trainer.algorithm.policy_loss_type == "gspo"
+    assert [x.config.trainer.algorithm.advantage_estimator for x in named] == ["rloo", "grpo"]
     for losses, message in {
         "regular,": "--losses='regular,' has an empty name",
         "reglar": "reglar: trainer.algorithm.policy_loss_type='reglar'.*regular",
@@ -270,6 +276,38 @@ def test_what_makes_no_sense_is_said_before_anything_is_restored(
     }.items():
         assert main([run, "--step=3", "--losses=regular", option]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_gradients_that_point_the_same_way_are_neighbours():
+    angles = np.deg2rad([0.0, 178.0, 91.0, 3.0, 180.0, 88.0])
+    vectors = np.stack([np.cos(angles), np.sin(angles)])
+    assert neighbours(vectors.T @ vectors) in ([0, 3, 5, 2, 1, 4], [4, 1, 2, 5, 3, 0])
+    lone = np.full((3, 3), np.nan)  # the second is 0
+    lone[np.ix_([0, 2], [0, 2])] = 1
+    assert sorted(neighbours(lone)) == [0, 1, 2]
+    assert abs(neighbours(lone).index(0) - neighbours(lone).index(2)) == 1
+    assert neighbours(np.eye(2)) == [0, 1] and neighbours(np.eye(0)) == []
+
+
+def test_a_picture_has_the_choices_in_the_order_of_neighbours(tmp_path):
+    choices = [Evaluated(name, -0.5, 2.0, 0.25, 0.9, 1e-3, None) for name in "abc"]
+    cosine = np.array([[1.0, 0.0, 0.9], [0.0, 1.0, 0.1], [0.9, 0.1, 1.0]])
+    heat_map(Comparison(choices, cosine, 7, {}, 0.1), tmp_path / "x.svg", "a title")
+    drawn = re.findall(r"<!-- (a|b|c|-?[\d.]+) -->", (tmp_path / "x.svg").read_text())
+    names = [x for x in drawn if x in "abc"]
+    assert names[:3] == names[3:] and names[:3] in (["a", "c", "b"], ["b", "c", "a"])
+    cells = [float(x) for x in drawn if re.fullmatch(r"\d\.\d\d", x)][:9]
+    order = ["abc".index(name) for name in names[:3]]
+    assert cells == cosine[np.ix_(order, order)].ravel().tolist()
+
+
+def test_a_picture_of_many_choices_has_no_numbers(tmp_path):
+    one = Evaluated("regular", -0.5, 2.0, 0.25, 0.9, 1e-3, None)
+    for count, shown in {16: 16 * 16, 17: 0}.items():
+        found = Comparison([one] * count, np.full((count, count), 0.5), 7, {}, 0.1)
+        heat_map(found, tmp_path / "x.svg", "a title")
+        texts = re.findall(r"<!-- 0\.50 -->", (tmp_path / "x.svg").read_text())
+        assert len(texts) - shown in (0, 1)  # the colour bar may have one
 
 
 def test_a_picture_is_of_the_kind_that_its_name_says(tmp_path):

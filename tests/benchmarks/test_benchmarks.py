@@ -24,6 +24,7 @@ from benchmarks import (
     environment_workers,
     exact,
     experts,
+    gradients,
     grammars,
     grpo_step,
     long_context,
@@ -52,9 +53,11 @@ from benchmarks.grpo_step import make_workload, skewed_lengths
 from benchmarks.shapes import SHAPES
 from benchmarks.systems import torch_losses
 from jaxrl import config as cfg
+from jaxrl.losses import LOSSES
 from jaxrl.models.exact import choose_tiles
 from jaxrl.models.families import config_from_hf
 from jaxrl.models.transformer import TransformerConfig, init_params
+from jaxrl.tools.compare.variants import parse_variants
 from tests.envs.test_sandbox import needs_sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +90,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         engine_host,
         environment_workers,
         experts,
+        gradients,
         grpo_step,
         losses,
         memory,
@@ -516,17 +520,42 @@ def test_the_exact_mode_has_no_difference():
     assert largest == apart == 0
 
 
-def test_baselines_are_valid_and_each_is_another_config():
-    found = baselines.methods(100, [])
+@pytest.mark.parametrize("task", baselines.TASKS)
+def test_baselines_are_valid_and_each_is_another_config(task):
+    found = baselines.methods(baselines.TASKS[task], 100, [])
     names = [x.name for x in found]
-    assert len(set(names)) == len(names)
-    rows = {*baselines.LOSSES, *baselines.TERMS, *baselines.ESTIMATORS, *baselines.CRITICS}
-    assert set(names) == rows
+    assert names == list(baselines.TASKS[task].pairs)
     for variant in found:
         cfg.validate(variant.config, num_devices=1)
     settings = [json.dumps(cfg.get_config_as_dict(x.config), sort_keys=True) for x in found]
     assert len(set(settings)) == len(settings)
-    nsr = found[names.index("nsr")].config.trainer.algorithm
-    assert nsr.advantage_kwargs == {"threshold": 0.99, "positive_weight": 0.0}
+
+
+def test_baselines_are_chosen_by_name():
+    task = baselines.TASKS["sort_digits"]
+    (nsr,) = baselines.methods(task, 100, ["nsr"])
+    assert nsr.config.trainer.algorithm.advantage_kwargs == {
+        "threshold": 0.99,
+        "positive_weight": 0.0,
+    }
     with pytest.raises(ValueError, match="'grop' is none of regular"):
-        baselines.methods(100, ["grop"])
+        baselines.methods(task, 100, ["grop"])
+
+
+def test_the_two_rewards_of_baselines():
+    extras = {"reward_spec": {"ground_truth": "25"}}
+    said = {"25": (1, 1), "52": (1, 0), "2": (0, 0.5), "251": (0, 1)}
+    for action, (short, placed) in said.items():
+        assert baselines.short(action, stopped=True) == short
+        assert baselines.placed(action, extras) == placed
+    assert baselines.short("25", stopped=False) == 0
+
+
+def test_the_gradients_that_are_compared_are_those_of_other_objectives():
+    config = cfg.resolve(baselines.sort_digits(100))
+    found = parse_variants(config, gradients.choices(), None)
+    assert set(LOSSES) < {x.name for x in found}
+    settings = [json.dumps(cfg.get_config_as_dict(x.config), sort_keys=True) for x in found]
+    assert len(set(settings)) == len(settings)
+    with_bonus = [x.name for x in found if x.config.trainer.algorithm.use_entropy_loss]
+    assert with_bonus == ["entropy alone"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.cluster.hierarchy import leaves_list, linkage
 
 from jaxrl.files import check_file, replaced
 from jaxrl.records.ledger.writer import machine_of
@@ -18,7 +19,7 @@ from jaxrl.tools.compare.loss_comparison import (
     chosen_minibatch,
     compare_variants,
 )
-from jaxrl.tools.compare.variants import parse_variants
+from jaxrl.tools.compare.variants import Pairs, parse_variants
 from jaxrl.tools.replay.recorded_run import RecordedRun, restored, step_of
 from jaxrl.tools.replay.steps import other_machine, redone
 from jaxrl.train import BasePPOExp
@@ -37,7 +38,7 @@ COLUMNS = {
 def compare(
     run: str | Path,
     step: int,
-    losses: str,
+    losses: str | Pairs,
     estimators: str | None = None,
     *,
     minibatch: int | None = None,
@@ -47,6 +48,7 @@ def compare(
     """Compare every loss with every estimator on one recorded minibatch; see the command.
 
     Args:
+        losses: as the command has them, or by a name of its own each with its own estimator.
         minibatch: from 1; None: the last of the step.
         run_class: whose `get_` methods give model and trainer.
 
@@ -150,17 +152,21 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def heat_map(comparison: Comparison, path: Path, title: str) -> None:
-    """Draw the cosines, each with its number."""
+    """Draw the cosines, each with its number where that can be read."""
     from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
 
-    names = [variant.name for variant in comparison.choices]
-    size = 2.5 + 0.62 * len(names)
-    figure = Figure(figsize=(size + 1.5, size))
+    places = neighbours(comparison.cosine)
+    names = [comparison.choices[place].name for place in places]
+    cosine = comparison.cosine[np.ix_(places, places)]
+    many = len(names) > 16
+    cell, turned, ha = (0.17, 90, "center") if many else (0.62, 45, "right")
+    height = 2.5 + cell * len(names)
+    figure = Figure(figsize=(height + 1.5, height))
     axes = figure.subplots()
-    image = axes.imshow(comparison.cosine, vmin=-1, vmax=1, cmap="RdBu_r")
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    image = axes.imshow(cosine, vmin=-1, vmax=1, cmap="RdBu_r")
+    axes.set_xticks(range(len(names)), names, rotation=turned, ha=ha, fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    for (row, column), value in np.ndenumerate(comparison.cosine):
+    for (row, column), value in () if many else np.ndenumerate(cosine):
         color = "white" if abs(value) > 0.6 else "black"
         text = _shown(value, ".2f")
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
@@ -168,6 +174,18 @@ def heat_map(comparison: Comparison, path: Path, title: str) -> None:
     figure.colorbar(image, label="cosine of the gradients", shrink=0.8)
     with replaced(path) as new:
         figure.savefig(new, dpi=130, bbox_inches="tight", format=path.suffix[1:])
+
+
+def neighbours(cosine: np.ndarray) -> list[int]:
+    """Return the order in which gradients that point the same way stand beside each other.
+
+    The leaves of average linkage by 1 - cosine, in the order with the smallest sum of distances
+    between neighbours. A gradient of 0 has no direction, and counts as orthogonal to all.
+    """
+    if len(cosine) < 3:
+        return list(range(len(cosine)))
+    distances = 1 - np.nan_to_num(cosine)[np.triu_indices(len(cosine), 1)]
+    return leaves_list(linkage(distances, "average", optimal_ordering=True)).tolist()
 
 
 def check_picture(flag: str, path: Path | None) -> None:

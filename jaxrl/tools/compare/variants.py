@@ -1,6 +1,7 @@
 """Read the losses and estimators to compare, as configs of runs that have them."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,33 +21,47 @@ class Variant:
     config: cfg.TrainConfig
 
 
-def parse_variants(config: cfg.TrainConfig, losses: str, estimators: str | None) -> list[Variant]:
+Pairs = Mapping[str, tuple[str, str]]  # by name: a loss and an estimator, with changes of each
+
+
+def parse_variants(
+    config: cfg.TrainConfig, losses: str | Pairs, estimators: str | None
+) -> list[Variant]:
     """Return every loss with every estimator, as configs.
 
     Args:
         config: of the run, resolved.
         losses: names or "module:function", separated by commas, each with changes of
-            `trainer.algorithm`: "regular+eps_clip_high=0.28+loss_reduction=sequence_mean".
-        estimators: likewise; None: the run's own.
+            `trainer.algorithm`: "regular+eps_clip_high=0.28+loss_reduction=sequence_mean"; or, by a
+            name of its own, each with its own estimator.
+        estimators: likewise, for all losses; None: the run's own.
 
     Raises:
         ValueError: there is no such loss, estimator or field; the objective is incoherent.
     """
-    estimator_of_run = config.trainer.algorithm.advantage_estimator
-    found = {}
-    for loss in _listed(losses, "--losses"):
-        for estimator in _listed(estimators or estimator_of_run, "--estimators"):
-            name = f"{loss} | {estimator}" if estimators else loss
-            changes = _changes(config, "policy_loss", loss)
-            changes |= _changes(config, "advantage", estimator)
-            try:
-                changed = cfg.resolve(cfg.apply_overrides(config, changes))
-                cfg.check_constraints(changed.trainer.algorithm, "trainer.algorithm")
-                check_objective(changed)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            found[name] = Variant(name, changed)
-    return list(found.values())
+    if isinstance(losses, str):
+        losses = _product(losses, estimators, config.trainer.algorithm.advantage_estimator)
+    found = []
+    for name, (loss, estimator) in losses.items():
+        changes = _changes(config, "policy_loss", loss)
+        changes |= _changes(config, "advantage", estimator)
+        try:
+            changed = cfg.resolve(cfg.apply_overrides(config, changes))
+            cfg.check_constraints(changed.trainer.algorithm, "trainer.algorithm")
+            check_objective(changed)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        found.append(Variant(name, changed))
+    return found
+
+
+def _product(losses: str, estimators: str | None, of_run: str) -> Pairs:
+    """Return every loss with every estimator, named by what was written."""
+    return {
+        f"{loss} | {estimator}" if estimators else loss: (loss, estimator)
+        for loss in _listed(losses, "--losses")
+        for estimator in _listed(estimators or of_run, "--estimators")
+    }
 
 
 def _listed(text: str, flag: str) -> list[str]:
