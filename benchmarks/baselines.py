@@ -2,6 +2,7 @@
 
     python -m benchmarks.baselines --out=runs/baselines --processes=2
     python -m benchmarks.baselines --out=runs/baselines --only=gspo,pass_at_k
+    python -m benchmarks.baselines --out=runs/stale --task=stale
     python -m benchmarks.baselines --out=runs/rewards --task=rewards
     python -m benchmarks.baselines --out=runs/turns --task=turns
 
@@ -14,8 +15,10 @@ deviation), no KL but where the method is one. Each method is trained at three l
 two seeds, then at the best of them with five others. With a critic it is the policy's shape, from
 random weights, at the default rate. It goes on where it was stopped, see docs/sweeps.md.
 
-Two estimators need another task, where they stand beside GRPO at one learning rate, three seeds:
+What some methods claim is of another task, where they have one learning rate and three seeds:
 
+    stale     losses and corrections for old rollouts. The same digits, all of a step's rollouts by
+              the policy of four steps before, four passes over one minibatch; lr 1e-3
     rewards   gdpo. The same digits with two rewards of a half each: one for an answer of two
               characters and its end, which is easy, one for the share of digits in their places
     turns     gigpo. The model guesses one of seven digits in up to three turns, as in
@@ -103,6 +106,27 @@ TURNS = {
     "gigpo": ("regular", "gigpo"),
 }
 STEP_WISE = {"generator.step_wise_trajectories": True}
+SAMPLER = "+old_log_probs=rollout"
+STALE = {
+    "regular": (f"regular{SAMPLER}", "grpo"),
+    "dual_clip": (f"dual_clip{SAMPLER}", "grpo"),
+    "gspo": (f"gspo{SAMPLER}{ROWS}+eps_clip_low=0.2+eps_clip_high=0.2", "grpo"),
+    "cispo": ("cispo+cispo.cispo_anchor=rollout", "grpo"),
+    "rollout_is": ("rollout_is+eps_clip_low=0.5+eps_clip_high=4.0", "grpo"),
+    "dppo": ("dppo", "grpo"),
+    "decoupled_ppo": ("decoupled_ppo", "grpo"),
+    "importance_sampling": (f"importance_sampling{SAMPLER}", "grpo"),
+    "OPSM": (f"regular{SAMPLER}{TERMS['OPSM']}", "grpo"),
+    **{
+        name: (f"regular+off_policy_correction.preset={preset}", "grpo")
+        for name, preset in (
+            ("IcePop", "icepop"),
+            ("sequence MIS", "seq_mis"),
+            ("geometric rejection, token TIS", "geo_rs_token_tis"),
+            ("k3 rejection, token TIS", "k3_rs_token_tis"),
+        )
+    },
+}
 
 
 def short(action: str, stopped: bool) -> float:
@@ -119,6 +143,19 @@ def placed(action: str, extras: Mapping[str, Any]) -> float:
 def sort_digits(steps: int) -> cfg.TrainConfig:
     """Make the config of the task that most methods have."""
     return make_config({}, 0, steps, Path("runs"))
+
+
+def stale_digits(steps: int) -> cfg.TrainConfig:
+    """Make the config of the same task on rollouts that are four steps old, at one learning rate."""
+    changes = {
+        "trainer.policy.optimizer_config.lr": 1e-3,
+        "trainer.policy_mini_batch_size": 16,  # an asynchronous run has one
+        "trainer.update_epochs_per_batch": 4,
+        "trainer.fully_async.enabled": True,
+        "trainer.fully_async.schedule": "lockstep",
+        "trainer.fully_async.max_staleness_steps": 4,
+    }
+    return cfg.apply_overrides(sort_digits(steps), changes)
 
 
 def sort_digits_by_rewards(steps: int) -> cfg.TrainConfig:
@@ -183,6 +220,7 @@ TASKS = {
     "sort_digits": Task(
         sort_digits, pairs(), dict.fromkeys(CRITICS, CRITIC), LRS, TUNING_SEEDS, SEEDS
     ),
+    "stale": Task(stale_digits, STALE),
     "rewards": Task(sort_digits_by_rewards, REWARDS),
     "turns": Task(guess_number, TURNS, dict.fromkeys(("grpo, a row a turn", "gigpo"), STEP_WISE)),
 }

@@ -13,8 +13,8 @@ not made again.
     losses        all, with the estimator grpo and the settings of `benchmarks.baselines`
     regular, ...  the loss regular with a term of the objective that changes its gradient
     ... alone     a term without a loss
-    A: ...        the loss regular with each estimator that needs no critic, teacher, turns or
-                  second reward
+    A: ...        the loss regular with each estimator that needs no critic, teacher, turns,
+                  second reward or greedy answers
 
 The entropy bonus of the run is left out but where it is a choice.
 """
@@ -70,8 +70,8 @@ def choices() -> dict[str, tuple[str, str]]:
         off = "" if "entropy" in term else OFF
         found[f"{name} alone"] = f"benchmarks.gradients:nothing{off}{term}", "grpo"
     for name, row in ESTIMATORS.items():
-        needs = row.needs_values, row.needs_teacher, row.needs_terms, row.per_turn
-        if any(needs) or name == "grpo":  # which the losses have
+        needs = row.needs_values, row.needs_teacher, row.needs_terms, row.needs_greedy
+        if any(needs) or row.per_turn or name == "grpo":  # which the losses have
             continue
         of_loss, own = baselines.ESTIMATORS.get(name, ("", ""))
         found[f"A: {name}"] = f"regular{of_loss}{OFF}", f"{name}{own}"
