@@ -6,7 +6,8 @@
     python -m benchmarks.baselines --out=runs/rewards --task=rewards
     python -m benchmarks.baselines --out=runs/turns --task=turns
 
-Claim: the tables of docs/baselines.md; a second run of a command gives the same.
+Claim: the tables of docs/baselines.md; a second run of a command gives the same. With --write they
+are put there, and all runs into docs/curves/baselines_TASK.jsonl.
 
 The model of configs/quickstart.py sorts two digits from random weights, as in
 `benchmarks/sort_digits.py`: 100 steps of 16 prompts x 16 samples, four updates a step, of which all
@@ -27,19 +28,23 @@ What some methods claim is of another task, where they have one learning rate an
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.sort_digits import QUICKSTART, make_config
 from jaxrl import config as cfg
 from jaxrl.config import load_config_file, to_train_config
+from jaxrl.files import replace_text
 from jaxrl.tools.compare.variants import Variant, parse_variants
-from jaxrl.tools.sweep.summary import table
+from jaxrl.tools.sweep.summary import Summary, picture, summary, table
 from jaxrl.tools.sweep.sweep import sweep
+from jaxrl.tools.sweep.units import Outcome
 
+PAGE = Path(__file__).parent.parent / "docs" / "baselines.md"
 LRS, TUNING_SEEDS, SEEDS = (1e-3, 3e-3, 1e-2), (11, 12), (1, 2, 3, 4, 5)
 STEPS = 100
 UNSCALED = "+entropy_loss_coef=0.02"
@@ -146,7 +151,7 @@ def sort_digits(steps: int) -> cfg.TrainConfig:
 
 
 def stale_digits(steps: int) -> cfg.TrainConfig:
-    """Make the config of the same task on rollouts that are four steps old, at one learning rate."""
+    """Make the config of the same task on rollouts that are four steps old."""
     changes = {
         "trainer.policy.optimizer_config.lr": 1e-3,
         "trainer.policy_mini_batch_size": 16,  # an asynchronous run has one
@@ -237,6 +242,33 @@ def methods(task: Task, steps: int, only: Sequence[str]) -> list[Variant]:
     return found
 
 
+def numbers(task: str) -> Path:
+    """Return the file with all runs of a task that docs speak of, a method in each line."""
+    return PAGE.parent / "curves" / f"baselines_{task}.jsonl"
+
+
+def recorded(task: str) -> list[Summary]:
+    """Return what the file of a task says of its methods."""
+    methods = [json.loads(line) for line in numbers(task).read_text().splitlines()]
+    return [
+        summary(
+            x["method"],
+            [Outcome(**run) for run in x["outcomes"]],
+            {float(lr): score for lr, score in x["tuned"].items()},
+        )
+        for x in methods
+    ]
+
+
+def with_table(page: str, task: str, rows: str) -> str:
+    """Return the text of a page with the rows between the marks of a task."""
+    begin, end = f"<!-- {task} -->\n", "\n<!-- end -->"
+    before, mark, rest = page.partition(begin)
+    if not mark:
+        raise ValueError(f"{PAGE} has no line {begin.strip()!r}")
+    return f"{before}{begin}{rows}{end}{rest.partition(end)[2]}"
+
+
 def main(argv: Sequence[str]) -> int:
     """Train what the flags name and print the table."""
     parser = argparse.ArgumentParser(
@@ -247,6 +279,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--write", action="store_true", help="table, picture and numbers of docs")
     options = parser.parse_args(argv)
     task = TASKS[options.task]
     found = sweep(
@@ -258,6 +291,11 @@ def main(argv: Sequence[str]) -> int:
         processes=options.processes,
     )
     print(table(found))
+    if options.write:
+        lines = [json.dumps(asdict(x)) + "\n" for x in found]
+        replace_text(numbers(options.task), "".join(lines))
+        replace_text(PAGE, with_table(PAGE.read_text(), options.task, table(found)))
+        picture(found, numbers(options.task).with_suffix(".png"), options.task)
     return 0
 
 
