@@ -153,7 +153,6 @@ def sort_digits(steps: int) -> cfg.TrainConfig:
 def stale_digits(steps: int) -> cfg.TrainConfig:
     """Make the config of the same task on rollouts that are four steps old."""
     changes = {
-        "trainer.policy.optimizer_config.lr": 1e-3,
         "trainer.policy_mini_batch_size": 16,  # an asynchronous run has one
         "trainer.update_epochs_per_batch": 4,
         "trainer.fully_async.enabled": True,
