@@ -183,6 +183,12 @@ def _chosen(logits: Logits, local: Array) -> Array:
     return jnp.zeros(logits.shape, bool).at[row, column, local].set(True, mode="drop")
 
 
+def log_softmax(logits: Logits, axis_name: Any = None) -> Logits:
+    """Return log-probs of all ids, [..., V] -> [..., V]; `axis_name` is as in token_log_probs."""
+    logits = at_least_float32(logits)
+    return logits - logsumexp(logits, axis_name)[..., None]
+
+
 def top_ids(logits: Logits, count: int, axis_name: Any = None) -> Array:
     """Return the ids of the largest logits, the largest first: [..., V] -> [..., K] int32.
 

@@ -106,7 +106,7 @@ from jaxrl.training.rewards import (
 )
 from jaxrl.training.routes import routes_of_any_token, routes_of_model
 from jaxrl.training.staleness import with_staleness
-from jaxrl.training.teacher import Hindsight, with_teacher
+from jaxrl.training.teacher import Hindsight, asks_for, head_of, with_teacher
 from jaxrl.training.update import every_way, minibatches_of_step, rows_without_update
 from jaxrl.types import FloatBT, GeneratorOutput, Message, Prompt, TrainBatch, TrainState
 
@@ -261,7 +261,8 @@ class Trainer:
         algorithm, template = self.config.trainer.algorithm, self.config.generator
         if not distills_hindsight(algorithm):
             return None
-        return Hindsight(self.tokenizer, algorithm.distillation, template.chat_template_kwargs)
+        variables = template.chat_template_kwargs
+        return Hindsight(self.tokenizer, algorithm.distillation, variables, self.vocabulary)
 
     @property
     def hindsight_cut(self) -> Microbatching:
@@ -647,27 +648,43 @@ class Trainer:
             own = batch.replace(routes=None)  # it is a policy of its own, and not the sampler
             algorithm, params = self.config.trainer.algorithm, on_device(self.ref_params)
             teaches = distills(algorithm) and not distills_hindsight(algorithm)
-            options: dict[str, Any] = {}
+            options = asks_for(algorithm.distillation) if teaches else {}
+            ref, _, *said = self.ref_forward_pass(params, own, **options)
+            batch = batch.replace(ref_log_probs=ref)
             if teaches:
-                options["top_k"] = algorithm.distillation.top_k
-            scored = self.ref_forward_pass(params, own, **options)
-            batch = batch.replace(ref_log_probs=scored[0])
-            if teaches:
-                batch = with_teacher(batch, scored[2], scored[3], self.vocabulary)
+                batch = with_teacher(batch, said, self.vocabulary)
+                self.learn_from(self.reference.weights.model, params)
         if hindsight := self.hindsight:
             ask, width_of = self.ask_in_hindsight, self.hindsight_cut.batch_width
-            most = min(self.config.trainer.algorithm.distillation.top_k, self.vocabulary)
-            batch = hindsight.ask(batch, ask, width_of, top_k=most)
+            batch = hindsight.ask(batch, ask, width_of, self.nothing_said)
+            self.learn_from(self.model, self.params)
         if self.critic:
             batch = batch.replace(values=self.critic.values(self.state.critic, batch))
         return batch
 
-    def ask_in_hindsight(self, rows: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Return what the policy finds likeliest in rows with hints, and how likely; see there."""
-        top_k, cut = self.config.trainer.algorithm.distillation.top_k, self.hindsight_cut
-        options: dict[str, Any] = {"microbatching": cut, "top_k": top_k}
-        ids, log_probs = self.forward_pass(self.params, rows, **options)[2:]
-        return ids, log_probs
+    def ask_in_hindsight(self, rows: TrainBatch) -> Sequence[np.ndarray]:
+        """Return what the policy says of rows with hints, see `with_teacher`."""
+        options = asks_for(self.config.trainer.algorithm.distillation)
+        cut = self.hindsight_cut
+        return self.forward_pass(self.params, rows, microbatching=cut, **options)[2:]
+
+    @property
+    def nothing_said(self) -> list[np.ndarray]:
+        """Return what the policy says in hindsight of a token that it is told nothing about."""
+        top_k = self.config.trainer.algorithm.distillation.top_k
+        if top_k is None:
+            assert isinstance(self.model, TransformerConfig)  # `teacher_model` has looked
+            dtype = DTYPES[cfg.compute_dtype(self.config.trainer, "policy")]
+            return [np.zeros(self.model.hidden_size, dtype)]
+        events = min(top_k, self.vocabulary)
+        return [np.full(events, -1, np.int32), np.zeros(events + 1, np.float32)]
+
+    def learn_from(self, model: TransformerConfig | AdaptedModel, params: Params) -> None:
+        """Give the update the head of a teacher whose states the batch has, until it is done."""
+        if self.config.trainer.algorithm.distillation.top_k is None:
+            assert isinstance(model, TransformerConfig)  # `teacher_model` has looked
+            head = head_of(model, params, self.policy.placement)
+            self.updater.forward_pass.teacher_head = head
 
     def add_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Add advantages and returns of the whole batch; before them the KL in the rewards."""
@@ -734,6 +751,7 @@ class Trainer:
             del params, grads  # the next update needs their room
             pending.append((metrics, applied | fixed))  # device values: fetched after the last
         self.state = state.replace(critic=critic, ref_params=ref_params)
+        self.updater.forward_pass.teacher_head = None  # its memory is needed elsewhere
         metrics = step_metrics(pending)
         self.updates += len(pending)
         self.skipped += int(metrics["policy/skipped_updates"])

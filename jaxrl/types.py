@@ -218,10 +218,12 @@ class TrainBatch(PyTree):
     token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
     context_versions: IntBT | None = None  # the oldest in a token's context
     staleness: IntBT | None = None  # if the loss asks for it; see jaxrl/training/staleness.py
-    # of a teacher, at the tokens that are trained: the ids it finds likeliest [B, T, K], all -1
-    # where it has nothing to say, and its log-probs of them and of all others [B, T, K + 1]
+    # of a teacher: on which tokens it has a word; the ids it finds likeliest [B, T, K], -1 = none,
+    # and its log-probs of them and of all others [B, T, K + 1]; or its last states [B, T, D]
+    taught: MaskBT | None = None
     teacher_ids: Array | None = None
     teacher_log_probs: Array | None = None
+    teacher_states: Array | None = None
     # [B, T, Lx, k] experts to replay, of which E or more are unknown; in a job `OwnRoutes`
     routes: Array | None = None
 
@@ -251,6 +253,8 @@ class ModelRows(PyTree):
     kept: Array | None = None  # [R, L, k] of the targets, as in TrainBatch
     teacher_ids: Array | None = None  # [R, L, K] of the targets
     teacher_log_probs: Array | None = None  # [R, L, K + 1]
+    teacher_states: Array | None = None  # [R, L, D]
+    teacher_head: Any = None  # weights of the teacher's head, by name; not of rows
     routes: Array | None = None  # [R, L, Lx, k], as in TrainBatch; in a job a `Share` of them
     ends: IntRL | None = None  # place in the row behind the last token that sees this one
     parents: IntRL | None = None  # place in the row of the token before this one; 0 for the first

@@ -188,8 +188,9 @@ class DistillationConfig(BaseConfig):
     beta: Annotated[float, between("[0, 1]", "0.5 is the Jensen-Shannon divergence")] = 0.5
     """Of the generalised Jensen-Shannon divergence: 0.0 is the forward KL(teacher || student), 1.0
     the reverse."""
-    top_k: Annotated[int, positive] = 64
-    """Ids that the teacher finds likeliest, each an event; all others together are one more."""
+    top_k: Annotated[int | None, positive] = 64
+    """Ids that the teacher finds likeliest, each an event; all others together are one more. None =
+    all ids, from the teacher's last states and its head."""
     teacher: Annotated[str, one_of("ref", "hindsight")] = "ref"
     """"ref", trainer.ref.model; "hindsight", the policy at the start of the step, after it has read
     what became of its answer, https://arxiv.org/abs/2601.20802 (SDPO)."""

@@ -238,10 +238,12 @@ def teacher_lines(algorithm: AlgorithmConfig) -> list[str]:
     who = "trainer.ref.model"
     if distills_hindsight(algorithm):
         who = "the policy at the start of the step, told what became of the answer"
+    events = "all ids"
+    if settings.top_k is not None:
+        events = f"the teacher's {settings.top_k} likeliest ids and of all others together"
     return [
         f"D = sum_bt w_bt D_bt over tokens with a teacher, D_bt = {divergence}",
-        f"p teacher, q policy, of the teacher's {settings.top_k} likeliest ids and of all others "
-        f"together; teacher: {who}",
+        f"p teacher, q policy, of {events}; teacher: {who}",
     ]
 
 

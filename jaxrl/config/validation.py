@@ -725,7 +725,7 @@ def _check_distillation(config: TrainConfig) -> None:
             fail(f"{name}.coef", settings.coef, fix)
         return
     if trainer.exact != "off":
-        fix = f"the log-probs of {settings.top_k} ids are not computed exactly; set 0.0, or "
+        fix = "log-probs of more than the sampled ids are not computed exactly; set 0.0, or "
         fail(f"{name}.coef", settings.coef, f"{fix}trainer.exact='off'")
     if settings.teacher == "ref":
         for field in ("solution_hint", "feedback_hint", "right_reward", "max_hint_tokens"):

@@ -265,7 +265,7 @@ def with_targets(
 
 def beside_tokens(batch: TrainBatch) -> dict[str, Array | None]:
     """Return what the model's rows have of a batch beside tokens and mask, [B, T, ...] by name."""
-    names = "kept", "routes", "teacher_ids", "teacher_log_probs"
+    names = "kept", "routes", "teacher_ids", "teacher_log_probs", "teacher_states"
     return {name: getattr(batch, name) for name in names}
 
 

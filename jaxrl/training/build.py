@@ -16,7 +16,7 @@ from jaxrl.config.microbatching import (
     longest_trajectory,
     update_microbatching,
 )
-from jaxrl.config.objective_requirements import distills
+from jaxrl.config.objective_requirements import distills, distills_hindsight
 from jaxrl.data.prefix_trees import SHARING, Sharing
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.exact import check_exact, choose_tiles
@@ -328,10 +328,40 @@ def make_forward_pass(
     forward = functools.partial(forward, tiles=tiles)
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
-    options: dict[str, Any] = {"with_entropy": False, "teacher_beta": None, "top_k": 0}
+    options: dict[str, Any] = {"with_entropy": False, "teacher_beta": None}
+    options |= {"top_k": 0, "states": False}
+    forward = functools.partial(forward, teacher=teacher_model(trainer, model, placement))
     if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
         options |= {"routers": (), "loads": False}
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
+
+
+def teacher_model(
+    trainer: cfg.TrainerConfig, model: TransformerConfig | AdaptedModel, placement: Placement
+) -> TransformerConfig | None:
+    """Return the model whose states say what the policy learns; None: there is no such teacher.
+
+    Args:
+        model: of the policy; placement: of its parameters.
+
+    Raises:
+        ValueError: the policy or its teacher is a flax module, or the vocabulary is split over
+            devices and the two have not one size.
+    """
+    if not distills(trainer.algorithm) or trainer.algorithm.distillation.top_k is not None:
+        return None
+    hindsight = distills_hindsight(trainer.algorithm)
+    teacher = model if hindsight else reference_model(trainer, model)
+    field = "trainer.algorithm.distillation.top_k=None"
+    if isinstance(model, AdaptedModel) or isinstance(teacher, AdaptedModel):
+        raise ValueError(f"{field}: the states of a flax module are its own; set a number of ids")
+    sizes = teacher.vocab_size, model.vocab_size
+    if len(set(sizes)) > 1 and placement.size(placement.rules.vocab) > 1:
+        raise ValueError(
+            f"{field}: the teacher has {sizes[0]} ids, the policy {sizes[1]}, which are split over "
+            "devices; set a number of ids, or trainer.policy.mesh.tensor=1"
+        )
+    return teacher
 
 
 def prefix_sharing(

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl.array_ops import (
+    FILTERED,
     Array,
     BoolBT,
     FloatBT,
@@ -29,6 +30,7 @@ from jaxrl.array_ops import (
     entropy,
     event_log_probs,
     keep_only,
+    log_softmax,
     token_log_probs,
     top_ids,
 )
@@ -78,6 +80,8 @@ def log_probs_and_entropy(
     with_entropy: bool = True,
     teacher_beta: float | None = None,
     top_k: int = 0,
+    states: bool = False,
+    teacher: TransformerConfig | None = None,
     routers: tuple[str, ...] = (),
     loads: bool = False,
     placement: Placement | None = None,
@@ -100,6 +104,8 @@ def log_probs_and_entropy(
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
         teacher_beta: of the divergence from the teacher of the rows, which is returned as well.
         top_k: return the likeliest ids, and the log-probs of them and of all others, as a teacher.
+        states: return the states that the head reads, as a teacher of whole distributions.
+        teacher: whose states the rows have, and head; None = the rows have its likeliest ids.
         routers: which of `RouterTerms` to return as well, the mean of all layers with experts.
         loads: return, beside all that, the `Load` of each layer with experts [Lx, ...].
         placement: of the parameters and rows; None = one device, or, of CPUs, as the partitioner
@@ -111,8 +117,8 @@ def log_probs_and_entropy(
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
         tokens[b, :t])` where it is wanted, else 0. One trajectory in each row b, whatever the rows
         of the model held; T = L where `rows.source` is None. Then, if asked for: the divergence
-        [B, T]; ids [B, T, K] and log-probs [B, T, K + 1]; those of `routers` [B, T]. With `loads` a
-        pair of these, a tuple, and them.
+        [B, T]; ids [B, T, K] and log-probs [B, T, K + 1]; states [B, T, D]; those of `routers` [B,
+        T]. With `loads` a pair of these, a tuple, and them.
     """
     rows = _spread(rows if tiles is None else _unpacked(rows), placement)
     params = with_dropout(params, rows.keys)
@@ -155,18 +161,33 @@ def log_probs_and_entropy(
             outputs = *scores, *terms
             return (outputs, found_loads) if loads else outputs
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
-        head = dataclasses.replace(head, teacher_beta=teacher_beta, top_k=top_k)
-        teacher = (rows.teacher_ids, rows.teacher_log_probs) if teacher_beta is not None else None
-        targets, wanted = Targets(rows.targets, rows.kept, teacher), rows.wanted
+        head = dataclasses.replace(head, top_k=top_k)
+        head, said = _with_teacher(head, rows, teacher_beta, teacher)
+        targets, wanted = Targets(rows.targets, rows.kept, said), rows.wanted
         if rows.parents is not None:
             hidden = jnp.take_along_axis(hidden, rows.parents[..., None], axis=1)
         elif (
             placement is None or placement.size(placement.rules.seq) == 1
         ):  # the last has no target
             hidden, targets, wanted = jax.tree.map(lambda x: x[:, :-1], (hidden, targets, wanted))
-        scores = by_target(rows, *score(head, params, hidden, targets, wanted, placement))
-        outputs = *scores, *terms
+        known = rows.teacher_head if head.teacher else None
+        scores = score(head, params, hidden, targets, wanted, placement, known)
+        scores += (_where(wanted, hidden),) if states else ()
+        outputs = *by_target(rows, *scores), *terms
         return (outputs, found_loads) if loads else outputs
+
+
+def _with_teacher(
+    head: "Head", rows: ModelRows, beta: float | None, teacher: TransformerConfig | None
+) -> tuple["Head", tuple[Any, ...] | None]:
+    """Return the head as it is to score, and what a teacher said of the rows' targets."""
+    if beta is None:
+        return head, None
+    if teacher is None:
+        said = rows.teacher_ids, rows.teacher_log_probs
+        return dataclasses.replace(head, teacher_beta=beta), said
+    theirs = Head(teacher, head.temperature, head.dtype, with_entropy=False)
+    return dataclasses.replace(head, teacher_beta=beta, teacher=theirs), (rows.teacher_states,)
 
 
 def state_values(
@@ -221,8 +242,8 @@ def state_values(
 
 def _spread(rows: ModelRows, placement: Placement | None) -> ModelRows:
     """Return rows of which each device has its tokens; what is of trajectories is as losses are."""
-    spread = spread_tokens(rows.replace(source=None, asked=None), placement)
-    return spread.replace(source=rows.source, asked=rows.asked)
+    apart = {name: getattr(rows, name) for name in ("source", "asked", "teacher_head")}
+    return spread_tokens(rows.replace(**dict.fromkeys(apart)), placement).replace(**apart)
 
 
 def _unpacked(rows: ModelRows) -> ModelRows:
@@ -277,8 +298,8 @@ class Targets(NamedTuple):
 
     tokens: IntBT
     kept: Array | None  # [B, T, k] ids that the token was drawn from, then -1; None = all
-    # ids [B, T, K] and log-probs [B, T, K + 1] of a teacher, see `TrainBatch`; None = is not asked
-    teacher: tuple[Any, Any] | None = None
+    # of a teacher ids [B, T, K] and log-probs [B, T, K + 1], or states [B, T, D]; None = not asked
+    teacher: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -287,6 +308,7 @@ class Head:
 
     Attributes:
         teacher_beta: see `generalized_jsd`; None = no divergence is asked for.
+        teacher: head that makes logits of a teacher's states; None = of the likeliest ids it tells.
         top_k: likeliest ids that are asked for, with their log-probs; 0 = none.
         specs: how each weight is sharded; empty on one device.
         batch: mesh axes of tokens: over them weights are stored in parts, and whole when used.
@@ -307,6 +329,7 @@ class Head:
     kernel: str = REFERENCE
     chunk_tokens: int = CHUNK_TOKENS
     teacher_beta: float | None = None
+    teacher: "Head | None" = None
     top_k: int = 0
 
     @property
@@ -373,10 +396,15 @@ class Head:
         """Cast matrices to the compute dtype; the scale of the norm stays float32."""
         return {n: w if n == "final_norm" else w.astype(self.dtype) for n, w in weights.items()}
 
-    def __call__(self, weights: Params, hidden: Array, targets: Targets) -> tuple[Array, ...]:
+    def __call__(
+        self, weights: Params, hidden: Array, targets: Targets, known: Params | None = None
+    ) -> tuple[Array, ...]:
         """Return log-probs and entropy [B, C] for hidden [B, C, D] and targets [B, C], and more.
 
         What is asked for beside them is of all ids, whatever the targets were drawn from.
+
+        Args:
+            known: weights of the teacher's head, if there is one.
         """
         logits = every = unembed(self.config, weights, hidden) / self.temperature
         if targets.kept is not None:
@@ -385,14 +413,27 @@ class Head:
         found = log_probs, entropy(logits, self.vocab) if self.with_entropy else 0 * log_probs
         if self.teacher_beta is not None:
             assert targets.teacher is not None
-            ids, teacher = targets.teacher
-            student = event_log_probs(every, ids, self.vocab)
-            divergence = generalized_jsd(student, teacher, self.teacher_beta)
-            found += (jnp.where(ids[..., 0] < 0, 0.0, divergence),)
+            found += (self.divergence(every, self.teacher_beta, targets.teacher, known),)
         if self.top_k:
             ids = top_ids(every, self.top_k, self.vocab)
             found += ids, event_log_probs(every, ids, self.vocab)
         return found
+
+    def divergence(
+        self, logits: Array, beta: float, said: tuple[Any, ...], known: Params | None
+    ) -> Array:
+        """Return how far logits [B, C, V] are from what a teacher said, [B, C]."""
+        if self.teacher is None:
+            ids, log_probs = said
+            return generalized_jsd(event_log_probs(logits, ids, self.vocab), log_probs, beta)
+        assert known is not None
+        theirs = unembed(self.teacher.config, known, *said) / self.temperature
+        theirs = theirs[..., : logits.shape[-1]]  # what a larger vocabulary has beyond is padding
+        lacks = logits.shape[-1] - theirs.shape[-1]
+        theirs = jnp.pad(theirs, ((0, 0), (0, 0), (0, lacks)), constant_values=FILTERED)
+        both = (log_softmax(x, self.vocab) for x in (logits, theirs))
+        found = generalized_jsd(*both, beta)
+        return found if self.vocab is None else jax.lax.psum(found, self.vocab)
 
 
 def score(
@@ -402,12 +443,16 @@ def score(
     targets: Targets,
     wanted: BoolBT,
     placement: Placement | None,
+    known: Params | None = None,
 ) -> tuple[Array, ...]:
     """Score the wanted tokens, each device its own rows by its own slice of the vocabulary.
 
     The weights are gathered once in each direction and their gradient is scattered once, in their
     own dtype; beside them the devices exchange only sums over the vocabulary, and the tokens where
     `shared_axes` says so.
+
+    Args:
+        known: weights of the teacher's head, if there is one; they have no gradient.
     """
     axes = head_axes(head.config)
     # merged: an adapter of the head would be applied to every chunk anew
@@ -419,16 +464,15 @@ def score(
     distributions = head.teacher_beta is not None or head.top_k or targets.kept is not None
     by_columns = head.kernel == REFERENCE or distributions or not axes
     run = score_columns if by_columns else score_tokens
+    of_teacher = () if known is None else (known,)
     if placement is None:
-        return run(head, weights, hidden, targets, wanted)
-    specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}
+        return run(head, weights, hidden, targets, wanted, *of_teacher)
     rows = placement.tokens
-    placed = dataclasses.replace(
-        head,
-        specs=tuple(specs.items()),
-        batch=placement.token_axes,
-        vocab=_vocab_axis(axes, specs),
-    )
+    placed, specs = _placed(head, weights, placement)
+    more: tuple[Any, ...] = ()
+    if head.teacher is not None and known is not None:
+        teacher, of_known = _placed(head.teacher, known, placement)
+        placed, more = dataclasses.replace(placed, teacher=teacher), (of_known,)
     if not by_columns:
         tokens = wanted.size // placement.size(placement.token_axes)
         shared = shared_axes(head.model, placement, head.kernel, head.dtype, tokens)
@@ -436,10 +480,18 @@ def score(
     return jax.shard_map(
         functools.partial(run, placed),
         mesh=placement.mesh,
-        in_specs=(specs, rows, rows, rows),
+        in_specs=(specs, rows, rows, rows, *more),
         out_specs=rows,
         check_vma=False,
-    )(weights, hidden, targets, wanted)
+    )(weights, hidden, targets, wanted, *of_teacher)
+
+
+def _placed(head: Head, weights: Params, placement: Placement) -> tuple[Head, Params]:
+    """Return a head that knows where its weights lie, and their specs."""
+    axes = head_axes(head.config)
+    specs = {name: placement.spec(w.shape, axes[name]) for name, w in weights.items()}
+    where = {"specs": tuple(specs.items()), "batch": placement.token_axes}
+    return dataclasses.replace(head, **where, vocab=_vocab_axis(axes, specs)), specs
 
 
 def shared_axes(
@@ -480,7 +532,12 @@ def _vocab_axis(axes: Params, specs: dict[str, PartitionSpec]) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def score_columns(
-    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: BoolBT
+    head: Head,
+    weights: Params,
+    hidden: Array,
+    targets: Targets,
+    wanted: BoolBT,
+    known: Params | None = None,
 ) -> tuple[Array, ...]:
     """Return `head(weights, hidden, targets)` at the wanted tokens, 0 elsewhere.
 
@@ -491,14 +548,15 @@ def score_columns(
     Args:
         weights: of the head, as stored.
         hidden: [B, T, D]; targets: of [B, T] tokens; wanted: [B, T] bool.
+        known: weights of the teacher's head, as stored; they have no gradient.
     """
-    return _score_columns(head, weights, hidden, targets, wanted)[0]
+    return _score_columns(head, weights, hidden, targets, wanted, known)[0]
 
 
 def _score_columns(
-    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array
+    head: Head, weights: Params, hidden: Array, targets: Targets, wanted: Array, known: Any
 ) -> tuple[tuple[Array, ...], tuple]:
-    whole = head.gather(head.cast(weights))
+    whole, whole_known = head.gather(head.cast(weights)), _of_teacher(head, known)
     length = wanted.shape[1]
     order = jnp.argsort(~wanted, axis=1, stable=True)  # wanted first
     width = _columns(head, wanted.shape, whole)
@@ -507,7 +565,7 @@ def _score_columns(
     chunks = -(-wanted.sum(1).max() // width)
 
     def of_chunk(i: Array) -> tuple[Array, ...]:
-        return head(whole, *jax.tree.map(lambda x: _chunk(x, i, width), front))
+        return head(whole, *jax.tree.map(lambda x: _chunk(x, i, width), front), whole_known)
 
     def body(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(_write(x, y, i, width) for x, y in zip(out, of_chunk(i), strict=True))
@@ -517,12 +575,12 @@ def _score_columns(
     scores = jax.lax.fori_loop(0, chunks, body, zeros)
     back = jnp.argsort(order, axis=1)
     scores = tuple(_where(wanted, _take(x, back)) for x in scores)
-    return scores, (weights, front, order, back, wanted, chunks)
+    return scores, (weights, front, order, back, wanted, known, chunks)
 
 
 def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> tuple:
-    weights, front, order, back, wanted, chunks = residuals
-    whole = head.gather(head.cast(weights))
+    weights, front, order, back, wanted, known, chunks = residuals
+    whole, whole_known = head.gather(head.cast(weights)), _of_teacher(head, known)
     hidden, targets = front
     width = _columns(head, wanted.shape, whole)
     pad = targets.tokens.shape[1] - wanted.shape[1]
@@ -530,7 +588,8 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
 
     def body(i: Array, grads: tuple[Params, Array]) -> tuple[Params, Array]:
         targets_i = jax.tree.map(lambda x: _chunk(x, i, width), targets)
-        pull_back = jax.vjp(lambda w, x: head(w, x, targets_i), whole, _chunk(hidden, i, width))[1]
+        of_chunk = functools.partial(head, targets=targets_i, known=whole_known)
+        pull_back = jax.vjp(of_chunk, whole, _chunk(hidden, i, width))[1]
         for_head, for_hidden = pull_back(tuple(_chunk(g, i, width) for g in cotangents))
         return (
             jax.tree.map(lambda total, g: total + g, grads[0], for_head),
@@ -540,13 +599,14 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
     no_gradient = {name: jnp.zeros(w.shape, weights[name].dtype) for name, w in whole.items()}
     zeros = (no_gradient, jnp.zeros_like(hidden))
     for_head, for_hidden = jax.lax.fori_loop(0, chunks, body, zeros)
+    return head.scatter(for_head), _take(for_hidden, back), None, None, None  # of nothing else
 
-    def none(x: Array) -> Any:  # what targets are of gets no gradient
-        floats = jnp.issubdtype(x.dtype, jnp.floating)
-        shape = *wanted.shape, *x.shape[2:]
-        return jnp.zeros(shape, x.dtype) if floats else np.zeros(shape, jax.dtypes.float0)
 
-    return head.scatter(for_head), _take(for_hidden, back), *jax.tree.map(none, (targets, wanted))
+def _of_teacher(head: Head, known: Params | None) -> Params | None:
+    """Return the weights of the teacher's head as its logits need them."""
+    if head.teacher is None or known is None:
+        return None
+    return head.teacher.gather(head.teacher.cast(known))
 
 
 score_columns.defvjp(_score_columns, _score_columns_backward)

@@ -40,6 +40,7 @@ class ForwardPass:
         self.options = dict(options)
         self.place, self.microbatching = place, microbatching
         self.kernels = tuple(kernels)
+        self.teacher_head: Any = None  # weights, where rows have a teacher's states
 
     def __call__(
         self,
@@ -60,6 +61,8 @@ class ForwardPass:
         pending, settings = [], microbatching or self.microbatching
         for chosen, rows, row_ids in microbatches(batch.row_ids, batch, settings):
             placed_rows = self.place(with_token_keys(params, rows, row_ids, key))
+            if options.get("teacher_beta") is not None:
+                placed_rows = placed_rows.replace(teacher_head=self.teacher_head)
             outputs = self.forward(params, placed_rows, **(self.options | options))
             pending.append((chosen, outputs))
         shape = batch.tokens.shape

@@ -71,7 +71,7 @@ class Objective:
         """Return what `loss` is called with: nothing it does not read is moved, or compiled for."""
         unread = set(OPTIONAL) - self.reads
         # the model's rows have what is beside tokens
-        return minibatch.replace(**dict.fromkeys((*beside_tokens(minibatch), *unread)))
+        return minibatch.replace(**dict.fromkeys((*beside_tokens(minibatch), "taught", *unread)))
 
 
 class TokenWeights(struct.PyTreeNode):
@@ -112,7 +112,7 @@ def minibatch_weights(
         log_probs,
         np.float32(entropy_coef) if adaptive else None,
         minibatch.rewards if algorithm.positive_nll_coef else None,
-        np.asarray(minibatch.teacher_ids)[..., 0] >= 0 if distills(algorithm) else None,
+        minibatch.taught if distills(algorithm) else None,
         settings=settings,
         kl_as_loss=algorithm.use_kl_loss and algorithm.kl_loss_reduction == "loss",
         reduction=algorithm.loss_reduction,
@@ -131,7 +131,7 @@ def _minibatch_weights(
     log_probs: tuple[Array, Array] | None,
     entropy_coef: FloatScalar | None,
     rewards: FloatBT | None,
-    taught: BoolBT | None,
+    taught: MaskBT | None,
     *,
     settings: Any,
     reduction: str,

@@ -5,38 +5,68 @@ its group, or what the environment had to say. What it would have said then, tok
 it learns: self-distillation from feedback (SDPO), https://arxiv.org/abs/2601.20802.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxrl.array_ops import FILTERED
 from jaxrl.config.algorithm import DistillationConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.tokenizer import after_user
+from jaxrl.models.linear import merge
+from jaxrl.models.transformer import Params, TransformerConfig, head_axes
+from jaxrl.parallel import Placement
 from jaxrl.types import Array, GeneratorOutput, TrainBatch
 
 
-def with_teacher(
-    batch: TrainBatch, ids: np.ndarray, log_probs: np.ndarray, vocabulary: int
-) -> TrainBatch:
+def asks_for(settings: DistillationConfig) -> dict[str, Any]:
+    """Return the options of a teacher's forward pass, which name what it says."""
+    return {"states": True} if settings.top_k is None else {"top_k": settings.top_k}
+
+
+def head_of(model: TransformerConfig, params: Params, placement: Placement) -> Params:
+    """Return a copy of the weights of a teacher's head, on the devices of the policy.
+
+    A copy, as the policy's own are donated to its updates.
+
+    Args:
+        model, params: of the teacher; placement: of the policy.
+    """
+    axes = head_axes(model)
+    weights = merge({name: params[name] for name in axes})
+    shardings = {
+        name: NamedSharding(placement.mesh, placement.spec(w.shape, axes[name]))
+        for name, w in weights.items()
+    }
+    return jax.device_put(jax.tree.map(jnp.copy, weights), shardings)
+
+
+def with_teacher(batch: TrainBatch, said: Sequence[np.ndarray], vocabulary: int) -> TrainBatch:
     """Return the batch with a teacher's distributions at its sampled tokens.
 
     An id that the policy lacks, of the padding of a larger teacher's vocabulary, is one of the
     others.
 
     Args:
-        ids: [B, T, K] int; log_probs: [B, T, K + 1], the others last.
+        said: ids [B, T, K] and log-probs [B, T, K + 1], the others last; or states [B, T, D].
         vocabulary: ids that the policy has.
     """
+    taught = (np.asarray(batch.loss_mask) != 0).astype(np.float32)
+    batch = batch.replace(taught=taught if batch.taught is None else batch.taught * taught)
+    if len(said) == 1:
+        return batch.replace(teacher_states=said[0])
+    ids, log_probs = said
     lacks = ids >= vocabulary
     if lacks.any():
         probs = np.exp(log_probs[..., :-1], where=lacks, out=np.zeros(ids.shape, np.float32))
         events = np.where(lacks, np.float32(FILTERED), log_probs[..., :-1])
         others = np.logaddexp(log_probs[..., -1:], np.log(probs.sum(-1, keepdims=True) + 1e-30))
         log_probs = np.concatenate([events, others], axis=-1).astype(np.float32)
-    sampled = np.asarray(batch.loss_mask)[..., None] != 0
-    ids = np.where(sampled & ~lacks, ids, -1).astype(np.int32)
+    ids = np.where(lacks, -1, ids).astype(np.int32)
     return batch.replace(teacher_ids=ids, teacher_log_probs=log_probs)
 
 
@@ -47,11 +77,17 @@ class Hindsight:
         tokenizer: of the policy, with a chat template.
         settings: words of the hints.
         variables: of the template.
+        vocabulary: ids that the policy has.
     """
 
     def __init__(
-        self, tokenizer: Any, settings: DistillationConfig, variables: Mapping[str, Any]
+        self,
+        tokenizer: Any,
+        settings: DistillationConfig,
+        variables: Mapping[str, Any],
+        vocabulary: int,
     ) -> None:
+        self.vocabulary = vocabulary
         self.tokenizer, self.settings = tokenizer, settings
         self.end_of_user = after_user(tokenizer, **variables)
 
@@ -86,17 +122,17 @@ class Hindsight:
     def ask(
         self,
         batch: TrainBatch,
-        score: Callable[[TrainBatch], tuple[np.ndarray, np.ndarray]],
+        score: Callable[[TrainBatch], Sequence[np.ndarray]],
         width_of: Callable[[int], int],
-        top_k: int,
+        blank: Sequence[np.ndarray],
     ) -> TrainBatch:
         """Return the batch with what the policy says in hindsight; the hints are left out.
 
         Args:
             batch: with hints; without any nothing is asked.
-            score: rows -> ids [b, t, K] and log-probs [b, t, K + 1] of their sampled tokens.
+            score: rows -> what the policy says of their sampled tokens, see `with_teacher`.
             width_of: tokens of the longest row -> columns.
-            top_k: K.
+            blank: what it says of no token, [K], [K + 1] or [D].
 
         Raises:
             ValueError: a prompt does not end with a user's words.
@@ -104,19 +140,18 @@ class Hindsight:
         rows, length = batch.tokens.shape
         hints = np.zeros((rows, 0)) if batch.hints is None else np.asarray(batch.hints)
         told = np.flatnonzero((hints >= 0).any(1) & (np.asarray(batch.loss_mask) != 0).any(1))
-        batch = batch.replace(hints=None)
-        ids = np.full((rows, length, top_k), -1, np.int32)
-        log_probs = np.zeros((*ids.shape[:2], top_k + 1), np.float32)
+        said = [np.tile(x, (rows, length, 1)) for x in blank]
+        taught = np.zeros((rows, length), np.float32)
         if told.size:
             asked, moved = self._told(batch, hints, told, width_of)
             found = score(asked)
             for place, (row, by) in enumerate(zip(told, moved, strict=True)):
                 end = int(batch.lengths[row])
                 begin = int(np.argmax(np.asarray(batch.response_mask[row]) != 0))
-                for whole, part in zip((ids, log_probs), found, strict=True):
+                taught[row, begin:end] = 1
+                for whole, part in zip(said, found, strict=True):
                     whole[row, begin:end] = part[place, begin + by : end + by]
-        sampled = np.asarray(batch.loss_mask)[..., None] != 0
-        return batch.replace(teacher_ids=np.where(sampled, ids, -1), teacher_log_probs=log_probs)
+        return with_teacher(batch.replace(hints=None, taught=taught), said, self.vocabulary)
 
     def _told(
         self,

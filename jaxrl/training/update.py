@@ -280,6 +280,7 @@ class Updater:
         for _, host_rows, on_host in parts:
             keyed_rows = with_token_keys(params, host_rows, on_host[0].row_ids, key)
             rows, (batch, token_weights) = self.place((keyed_rows, on_host))
+            rows = rows.replace(teacher_head=self.forward_pass.teacher_head)
             given = params, rows, batch, token_weights, key
             new, part = self.accumulate(total.begin(), *given)
             total.put(new)
@@ -305,6 +306,7 @@ class Updater:
         for _, host_rows, (row_ids, on_host) in microbatches(tree, batch, self.microbatching):
             keyed_rows = with_token_keys(params, host_rows, row_ids, key)
             rows, cotangent = self.place((keyed_rows, on_host))
+            rows = rows.replace(teacher_head=self.forward_pass.teacher_head)
             new, of_experts = self.pull_back(total.begin(), params, rows, cotangent)
             total.put(new)
             found.append(of_experts)

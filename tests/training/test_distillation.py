@@ -12,8 +12,10 @@ from jaxrl.config.algorithm import DistillationConfig
 from jaxrl.data.prefix_trees import SHARING
 from jaxrl.losses.distillation import generalized_jsd
 from jaxrl.losses.reduction import reduction_weights
-from jaxrl.models.transformer import forward, unembed
-from jaxrl.training.teacher import with_teacher
+from jaxrl.models.transformer import forward, init_params, unembed
+from jaxrl.parallel import Placement, make_mesh
+from jaxrl.training.objective import merge_metrics, minibatch_weights
+from jaxrl.training.teacher import head_of, with_teacher
 from tests.training.test_prefix_trees import branches
 from tests.training.test_update import (
     MODEL,
@@ -42,8 +44,9 @@ def taught(batch=None, rows=slice(None)):
     others = np.log(1 - np.exp(events).sum(-1, keepdims=True))
     keep = np.zeros(shape[0], bool)
     keep[rows] = True
-    ids = np.where(keep[:, None, None], ids, -1)
-    return with_teacher(batch, ids, np.concatenate([events, others], -1), MODEL.vocab_size)
+    said = ids, np.concatenate([events, others], -1)
+    taught = np.broadcast_to(keep[:, None], shape).astype(np.float32)
+    return with_teacher(batch.replace(taught=taught), said, MODEL.vocab_size)
 
 
 def algorithm(beta=0.5, alone=True, **settings):
@@ -63,7 +66,7 @@ def test_the_gradient_is_that_of_all_logits(reduction):
     batch = taught(rows=[1, 3, 4, 5, 6, 7])
     found, metrics = gradient(algorithm(), batch, reduction=reduction, microbatch_rows=4)
     updater, params, _ = make_updater(algorithm(), microbatch_rows=4)
-    mask = batch.loss_mask * (batch.teacher_ids[..., 0] >= 0)
+    mask = batch.loss_mask * np.array([0, 1, 0, 1, 1, 1, 1, 1], np.float32)[:, None]
     weights = reduction_weights(jnp.asarray(mask), reduction)
     positions = np.broadcast_to(np.arange(WIDTH), batch.tokens.shape)
     segments = (positions < batch.lengths[:, None]).astype(np.int32)
@@ -82,6 +85,75 @@ def test_the_gradient_is_that_of_all_logits(reduction):
     np.testing.assert_allclose(found, flat, atol=1e-5 * np.abs(flat).max())
     assert metrics["teacher_divergence"] == pytest.approx(float(value) / 0.7, rel=1e-5)
     assert metrics["final_loss"] == pytest.approx(float(value), rel=1e-5)
+
+
+TEACHER = dataclasses.replace(MODEL, hidden_size=24, vocab_size=34, tie_embeddings=True)
+WHOLE = {
+    "8 devices": {"microbatch_rows": 8, "devices": 8},
+    "packed": {"microbatch_rows": 1, "packed": True, "packed_length": 32},
+    "trees": {"microbatch_rows": 8, "sharing": SHARING["on"]},
+    "vocabulary": {"microbatch_rows": 4, "devices": 4, "sizes": (("fsdp", 2), ("tensor", 2))},
+}
+
+
+def updated(settings, batch, params, teacher, cut):
+    """Gradient and metrics with a teacher's states, of a batch that has them."""
+    updater, own, _ = make_updater(settings, teacher=teacher, **cut)
+    placement = updater.forward_pass.forward.__wrapped__.keywords["placement"]
+    one = Placement(make_mesh(devices=jax.devices()[:1]))
+    updater.forward_pass.teacher_head = head_of(teacher, params, placement or one)
+    weights, _ = minibatch_weights(batch, settings, block_rows=8)
+    grads, parts = updater.gradients(own, batch, jax.device_get(weights), jax.random.key(0))
+    flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
+    return flat, merge_metrics(jax.device_get(parts))
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("cut", WHOLE)
+def test_a_teacher_of_all_ids_tells_its_states(cut):
+    """Gradient of 0.7 sum w D over all ids: written out with [B, T, V] logits, and in all cuts.
+
+    The teacher is wider, and has two ids more than the policy but where the vocabulary is split.
+    """
+    teacher = dataclasses.replace(TEACHER, vocab_size=32) if cut == "vocabulary" else TEACHER
+    params, batch = init_params(teacher, 5), branches()
+    positions = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    segments = (positions < batch.lengths[:, None]).astype(np.int32)
+    given = batch.tokens, positions, segments
+    states = np.asarray(forward(teacher, params, *given, dtype=jnp.float32, remat="none"))
+    said = np.pad(states[:, :-1], ((0, 0), (1, 0), (0, 0))) * batch.loss_mask[..., None]
+    batch = with_teacher(batch, [said], MODEL.vocab_size)
+    settings = algorithm(beta=0.3)
+    found, metrics = updated(settings, batch, params, teacher, WHOLE[cut])
+    _, own, _ = make_updater(settings, microbatch_rows=8, teacher=teacher)
+    weights = reduction_weights(jnp.asarray(batch.loss_mask), "token_mean")
+    log_p = jax.nn.log_softmax(unembed(teacher, params, states[:, :-1])[..., :32] / 0.9)
+
+    def objective(own):
+        hidden = forward(MODEL, own, *given, dtype=jnp.float32, remat="none")
+        log_q = jax.nn.log_softmax(unembed(MODEL, own, hidden)[:, :-1] / 0.9)
+        divergence = generalized_jsd(log_q, log_p, 0.3)
+        sampled = batch.loss_mask[:, 1:] != 0
+        return 0.7 * jnp.sum(jnp.where(sampled, divergence, 0) * weights[:, 1:])
+
+    value, expected = jax.value_and_grad(objective)(own)
+    flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(expected))])
+    np.testing.assert_allclose(found, flat, atol=1e-5 * np.abs(flat).max())
+    assert metrics["teacher_divergence"] == pytest.approx(float(value) / 0.7, rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", [{}, {"packed": True, "packed_length": 32}])
+def test_states_are_those_that_the_head_reads(packing):
+    batch = make_batch()
+    updater, params, _ = make_updater(algorithm_with(), microbatch_rows=4, **packing)
+    _, _, states = updater.forward_pass(params, batch, states=True)
+    positions = np.broadcast_to(np.arange(WIDTH), batch.tokens.shape)
+    segments = (positions < batch.lengths[:, None]).astype(np.int32)
+    given = batch.tokens, positions, segments
+    hidden = np.asarray(forward(MODEL, params, *given, dtype=jnp.float32, remat="none"))
+    expected = hidden[:, :-1] * batch.loss_mask[:, 1:, None]
+    np.testing.assert_allclose(states[:, 1:], expected, atol=1e-5)
+    assert (states[:, 0] == 0).all()
 
 
 CUTS = {
@@ -149,9 +221,9 @@ def test_ids_that_the_policy_lacks_are_among_the_others():
     shape = batch.tokens.shape
     ids = np.broadcast_to(np.array([3, 33, 5]), (*shape, 3))
     log_probs = np.broadcast_to(np.log(np.float32([0.5, 0.2, 0.1, 0.2])), (*shape, 4))
-    found = with_teacher(batch, ids, log_probs, MODEL.vocab_size)
+    found = with_teacher(batch, (ids, log_probs), MODEL.vocab_size)
     row, column = 0, 6
     assert found.teacher_ids[row, column].tolist() == [3, -1, 5]
     events = np.exp(found.teacher_log_probs[row, column])
     np.testing.assert_allclose(events, [0.5, 0, 0.1, 0.4], atol=1e-6)
-    assert (found.teacher_ids[row, :4] == -1).all()  # the prompt
+    np.testing.assert_array_equal(found.taught, batch.loss_mask)

@@ -112,6 +112,7 @@ def make_updater(
     context="gather",
     exchange="auto",
     kernel="xla",
+    teacher=None,
     **packing,
 ):
     """An updater, parameters, and a function that makes a fresh state of them.
@@ -142,6 +143,7 @@ def make_updater(
         kernel=kernel,
         context=context,
         exchange=exchange,
+        teacher=teacher,
         placement=placement if devices > 1 else None,
     )
     parts = placement.size(placement.rules.seq)
@@ -150,7 +152,7 @@ def make_updater(
     replaying = PolicyConfig(router_replay=replay)
     routers = observed_of_routers(TrainerConfig(algorithm=algorithm, policy=replaying))
     mixed = model.experts is not None
-    options = {"with_entropy": False, "teacher_beta": None, "top_k": 0}
+    options = {"with_entropy": False, "teacher_beta": None, "top_k": 0, "states": False}
     options |= {"routers": (), "loads": False} if mixed else {}
     beta = algorithm.distillation.beta if distills(algorithm) else None
     updater = Updater(
