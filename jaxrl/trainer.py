@@ -24,6 +24,7 @@ from jaxrl.config.microbatching import hindsight_microbatching, longest_trajecto
 from jaxrl.config.objective_requirements import (
     distills,
     distills_hindsight,
+    estimator_name,
     estimator_row,
     has_critic,
     kl_in_reward,
@@ -36,6 +37,7 @@ from jaxrl.data.messages import messages_of
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
+from jaxrl.data.prefix_trees import UNSHARED
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.files import as_path, writable_folder
 from jaxrl.models import hf
@@ -601,17 +603,18 @@ class Trainer:
     def collate(self, output: GeneratorOutput) -> TrainBatch:
         """Return rows [B, T]; the samples of a prompt are a group."""
         self.ledger.keep(output)
-        row = estimator_row(self.config.trainer.algorithm)
+        algorithm = self.config.trainer.algorithm
+        row = estimator_row(algorithm)
         if row and row.needs_terms and "reward_terms" not in output:
             raise ContractError(
                 f"trainer.algorithm.advantage_estimator={row.fn.__name__!r} normalises rewards by "
                 "name, and the environment gives one number; return {name: reward, ...}, or add "
                 "environment.reward_functions"
             )
-        if row and row.needs_greedy and "greedy_rewards" not in output:
+        if needs_greedy(algorithm) and "greedy_rewards" not in output:
             raise ContractError(
-                f"trainer.algorithm.advantage_estimator={row.fn.__name__!r} needs what greedy "
-                "answers earn, and the rollouts have no column 'greedy_rewards'; give it with them"
+                f"trainer.algorithm.advantage_estimator={estimator_name(algorithm)!r} needs what "
+                "greedy answers earn, and the rollouts have no column 'greedy_rewards'; give it"
             )
         replay = self.config.trainer.policy.router_replay
         if replay == "off":
@@ -658,14 +661,19 @@ class Trainer:
             ask, width_of = self.ask_in_hindsight, self.hindsight_cut.batch_width
             batch = hindsight.ask(batch, ask, width_of, self.nothing_said)
             self.learn_from(self.model, self.params)
+        if batch.taught is not None:
+            told, sampled = np.sum(batch.taught), np.sum(batch.loss_mask)
+            self.metrics["policy/taught_tokens"] = float(told / max(sampled, 1))
         if self.critic:
             batch = batch.replace(values=self.critic.values(self.state.critic, batch))
         return batch
 
-    def ask_in_hindsight(self, rows: TrainBatch) -> Sequence[np.ndarray]:
+    def ask_in_hindsight(
+        self, rows: TrainBatch, cut: Microbatching | None = None
+    ) -> Sequence[np.ndarray]:
         """Return what the policy says of rows with hints, see `with_teacher`."""
         options = asks_for(self.config.trainer.algorithm.distillation)
-        cut = self.hindsight_cut
+        cut = cut or self.hindsight_cut
         return self.forward_pass(self.params, rows, microbatching=cut, **options)[2:]
 
     @property
@@ -1033,8 +1041,11 @@ class Trainer:
         longest += self.config.trainer.algorithm.distillation.max_hint_tokens
         for width in cut.batch_widths(shortest, longest):
             length = min(width, cut.packed_length or width)
-            for size in cut.batch_sizes(length):
-                self.ask_in_hindsight(empty_batch(size, width, length))
+            trees = cut.sharing is not None and width >= cut.sharing.shortest
+            for sharing in (None, UNSHARED) if trees else (None,):
+                way = dataclasses.replace(cut, sharing=sharing)
+                for size in way.batch_sizes(length):
+                    self.ask_in_hindsight(empty_batch(size, width, length), way)
 
     def _warm_up_rows(self, width: int) -> None:
         """Do what `warm_up_update` does, for rows as they are cut now."""
@@ -1055,9 +1066,9 @@ class Trainer:
         batch = _resized(batch, settings.train_batch_size * self.samples)
         valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step
         state, row = self.state, estimator_row(settings.algorithm)
-        if row and (
-            row.needs_terms or row.per_turn or row.needs_greedy
-        ):  # how many there are rollouts say
+        if needs_greedy(settings.algorithm):
+            batch = batch.replace(greedy_rewards=np.zeros(len(batch.lengths), np.float32))
+        if row and (row.needs_terms or row.per_turn):  # how many there are rollouts say
             batch = batch.replace(advantages=batch.rewards, returns=batch.rewards)
         else:
             batch = self.add_advantages(batch.replace(valid_mask=valid))

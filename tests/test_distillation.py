@@ -170,8 +170,13 @@ def told_prompts(**given):
     return [row | {"env_class": f"{__name__}:Speaking"} for row in prompts(**given)]
 
 
-def test_hindsight_is_resumed_to_the_bit(tmp_path):
-    settings = HINDSIGHT | {"data.train_data": [f"{__name__}:told_prompts(size=64, seed=0)"]}
+@pytest.mark.some(1)
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_hindsight_is_resumed_to_the_bit(tmp_path, top_k):
+    settings = HINDSIGHT | {
+        "trainer.algorithm.distillation.top_k": top_k,
+        "data.train_data": [f"{__name__}:told_prompts(size=64, seed=0)"],
+    }
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
         exit_status(InterruptedExp, small(stopped, **settings))
@@ -180,6 +185,8 @@ def test_hindsight_is_resumed_to_the_bit(tmp_path):
     assert_bitwise_equal(resumed.state, other.state)
     found = divergences(whole)
     assert len(found) == 4 and all(np.isfinite(found)) and min(found) > 0
+    taught = [x["policy/taught_tokens"] for x in metric_lines(whole) if "policy/taught_tokens" in x]
+    assert taught == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -193,7 +200,7 @@ def test_hindsight_is_resumed_to_the_bit(tmp_path):
         ({"teacher": "hindsight", "trainer.exact": "log_probs"}, "not computed exactly"),
         (
             {"teacher": "hindsight", "trainer.max_tokens_per_microbatch": 2048},
-            r"max_tokens_per_microbatch=2048.*with its hint; set 3072 or more",
+            r"max_tokens_per_microbatch=2048: less than one row of 3072 tokens",
         ),
         (
             {

@@ -21,8 +21,9 @@ def remax(
         A_i = s_i - s_greedy                                   s_i = sum_t r_it
 
     Li et al., 2023, https://arxiv.org/abs/2310.10505 (Algorithm 1). One answer more is sampled of
-    every prompt, at temperature 0, judged as the others are, and not learnt from: a baseline that
-    does not depend on the sample, so one sample of a prompt is enough.
+    every prompt, at temperature 0, judged by the environment, and not learnt from: a baseline that
+    does not depend on the sample, so one sample of a prompt is enough. What punishes long or cut
+    off samples has no part in it.
 
     Args:
         token_level_rewards, response_mask: [B, T] float.

@@ -188,7 +188,7 @@ class DistillationConfig(BaseConfig):
     beta: Annotated[float, between("[0, 1]", "0.5 is the Jensen-Shannon divergence")] = 0.5
     """Of the generalised Jensen-Shannon divergence: 0.0 is the forward KL(teacher || student), 1.0
     the reverse."""
-    top_k: Annotated[int | None, positive] = 64
+    top_k: Annotated[int | None, positive_or(None, "all ids")] = 64
     """Ids that the teacher finds likeliest, each an event; all others together are one more. None =
     all ids, from the teacher's last states and its head."""
     teacher: Annotated[str, one_of("ref", "hindsight")] = "ref"

@@ -118,6 +118,17 @@ def check_microbatches(config: TrainConfig, num_devices: int) -> None:
     )
 
 
+def check_hindsight(config: TrainConfig, num_devices: int) -> None:
+    """Call `check_rows` for the longest trajectory with its hint."""
+    trainer, longest = config.trainer, longest_in_hindsight(config)
+    if trainer.packed_length is not None:  # rows with hints have room for them
+        length = max(trainer.packed_length, longest)
+        trainer = dataclasses.replace(trainer, packed_length=length)
+    hint = trainer.algorithm.distillation.max_hint_tokens
+    described = f"a trajectory and distillation.max_hint_tokens={hint}, {longest} tokens"
+    check_rows(trainer, num_devices, longest, described)
+
+
 def check_rows(trainer: TrainerConfig, num_devices: int, longest: int, described: str) -> None:
     """Refuse rows that cannot hold every trajectory, and a budget without a row per device.
 

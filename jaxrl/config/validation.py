@@ -23,11 +23,12 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.environment import check_environment
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import SamplingParams, engine_dtype, engine_hosts, engine_tensor
-from jaxrl.config.microbatching import check_microbatches, longest_in_hindsight
+from jaxrl.config.microbatching import check_hindsight, check_microbatches
 from jaxrl.config.objective_requirements import (
     allowed_reductions,
     corrects_for_sampler,
     corrects_itself,
+    distills_hindsight,
     estimator_name,
     estimator_row,
     has_critic,
@@ -54,7 +55,6 @@ from jaxrl.config.rollouts import (
 )
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
-from jaxrl.data.packing import length_bucket
 from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.kl import UNBIASED
 from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
@@ -97,6 +97,8 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
         for role, devices in ranges.of_roles()
     ]
     check_microbatches(config, max(groups))
+    if distills_hindsight(config.trainer.algorithm):
+        check_hindsight(config, max(groups))
     check_objective(config)
     _check_critic(config)
     _check_moving_reference(config.trainer)
@@ -744,10 +746,6 @@ def _check_distillation(config: TrainConfig) -> None:
     if generator.n_samples_per_prompt == 1 and not settings.feedback_hint:
         fix = "with generator.n_samples_per_prompt=1 there is no other sample; set more samples"
         fail(f"{name}.solution_hint", settings.solution_hint, fix)
-    length, needed = trainer.max_tokens_per_microbatch, longest_in_hindsight(config)
-    if length != -1 and length < length_bucket(needed):
-        fix = f"less than one trajectory of {needed} tokens with its hint; set "
-        fail("trainer.max_tokens_per_microbatch", length, f"{fix}{length_bucket(needed)} or more")
 
 
 def _check_teacher(config: TrainConfig) -> None:

@@ -85,6 +85,8 @@ async def sample_prompts(
         rng_path = *rng_path[:1], f"{phase}, greedy", step
         asked = sampling_of(dataclasses.replace(params, temperature=0.0), eos_token_ids)
         alone = generator_input(prompts, 1, rng_path, asked)
+        if part:
+            alone["part"] = True
         answers = await generate(generator, alone)
         answers = checked_output(answers, type(generator).__name__, len(prompts))
         output = with_greedy_rewards(output, answers, samples)
@@ -96,16 +98,24 @@ def with_greedy_rewards(
 ) -> GeneratorOutput:
     """Return trajectories with what the greedy answers to their prompts earned.
 
+    Where an environment failed it is the mean of the prompt's samples, which is a baseline, too.
+
     Args:
         output: `samples` trajectories of each prompt; answers: one of each.
     """
 
-    def trajectories(of: GeneratorOutput) -> np.ndarray:
-        return trajectory_numbers(of.get("is_last_step", [True] * len(of["response_ids"])))
+    def of_trajectories(of: GeneratorOutput) -> tuple[np.ndarray, np.ndarray]:
+        number = trajectory_numbers(of.get("is_last_step", [True] * len(of["response_ids"])))
+        earned = np.zeros(int(number[-1]) + 1)
+        np.add.at(earned, number, [float(np.sum(r)) for r in of["rewards"]])
+        return number, earned
 
-    earned = np.zeros(int(trajectories(answers)[-1]) + 1)
-    np.add.at(earned, trajectories(answers), [float(np.sum(r)) for r in answers["rewards"]])
-    return {**output, "greedy_rewards": earned[trajectories(output) // samples].tolist()}
+    number, sampled = of_trajectories(output)
+    rows, earned = of_trajectories(answers)
+    failed = np.zeros(len(earned), bool)
+    failed[rows] = np.isin(answers["stop_reasons"], ("env_error", "abort"))
+    earned = np.where(failed, sampled.reshape(-1, samples).mean(1), earned)
+    return {**output, "greedy_rewards": earned[number // samples].tolist()}
 
 
 Result = TypeVar("Result")

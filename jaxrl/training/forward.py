@@ -431,8 +431,8 @@ class Head:
         theirs = theirs[..., : logits.shape[-1]]  # what a larger vocabulary has beyond is padding
         lacks = logits.shape[-1] - theirs.shape[-1]
         theirs = jnp.pad(theirs, ((0, 0), (0, 0), (0, lacks)), constant_values=FILTERED)
-        both = (log_softmax(x, self.vocab) for x in (logits, theirs))
-        found = generalized_jsd(*both, beta)
+        student, teacher = (log_softmax(x, self.vocab) for x in (logits, theirs))
+        found = generalized_jsd(student, teacher, beta)
         return found if self.vocab is None else jax.lax.psum(found, self.vocab)
 
 
@@ -463,7 +463,7 @@ def score(
     # kernels know the target and the sum over all ids; and not the head of another library
     distributions = head.teacher_beta is not None or head.top_k or targets.kept is not None
     by_columns = head.kernel == REFERENCE or distributions or not axes
-    run = score_columns if by_columns else score_tokens
+    run: Any = score_columns if by_columns else score_tokens
     of_teacher = () if known is None else (known,)
     if placement is None:
         return run(head, weights, hidden, targets, wanted, *of_teacher)
@@ -565,7 +565,8 @@ def _score_columns(
     chunks = -(-wanted.sum(1).max() // width)
 
     def of_chunk(i: Array) -> tuple[Array, ...]:
-        return head(whole, *jax.tree.map(lambda x: _chunk(x, i, width), front), whole_known)
+        hidden, targets = jax.tree.map(lambda x: _chunk(x, i, width), front)
+        return head(whole, hidden, targets, whole_known)
 
     def body(i: Array, out: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(_write(x, y, i, width) for x, y in zip(out, of_chunk(i), strict=True))

@@ -5,6 +5,7 @@ its group, or what the environment had to say. What it would have said then, tok
 it learns: self-distillation from feedback (SDPO), https://arxiv.org/abs/2601.20802.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -104,18 +105,26 @@ class Hindsight:
         settings, rows = self.settings, len(output["response_ids"])
         right = [sum(cast(list, r)) >= settings.right_reward for r in output["rewards"]]
         feedback = output.get("feedback", [""] * rows)
+
+        @functools.cache  # the samples of a prompt are told the same
+        def solution(row: int) -> str:
+            tokens = output["response_ids"][row]
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            return settings.solution_hint.replace("{solution}", text)
+
+        @functools.cache
+        def encoded(words: str) -> list[int]:
+            # what is quoted must not end the user's turn
+            options = {"add_special_tokens": False, "split_special_tokens": True}
+            return self.tokenizer(words, **options)["input_ids"][: settings.max_hint_tokens]
+
         hints: list[list[int]] = []
         for row in range(rows):
             others = np.flatnonzero(right & (groups == groups[row]) & (np.arange(rows) != row))
-            words = ""
-            if others.size and settings.solution_hint:
-                solution = output["response_ids"][others[0]]
-                text = self.tokenizer.decode(solution, skip_special_tokens=True)
-                words += settings.solution_hint.replace("{solution}", text)
+            words = solution(int(others[0])) if others.size and settings.solution_hint else ""
             if feedback[row] and settings.feedback_hint:
                 words += settings.feedback_hint.replace("{feedback}", feedback[row])
-            tokens = self.tokenizer(words, add_special_tokens=False)["input_ids"] if words else []
-            hints.append(tokens[: settings.max_hint_tokens])
+            hints.append(encoded(words) if words else [])
         width = max(map(len, hints), default=0)
         return np.array([[*x, *[-1] * (width - len(x))] for x in hints], np.int32)
 

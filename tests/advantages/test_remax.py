@@ -19,9 +19,17 @@ def test_literal():
     np.testing.assert_array_equal(returns, advantages)
 
 
-def rollouts(rewards, last=None):
-    output = {"response_ids": [[1]] * len(rewards), "rewards": rewards, "rollout_metrics": {}}
+def rollouts(rewards, last=None, ended=None):
+    reasons = ended or ["stop"] * len(rewards)
+    output = {"response_ids": [[1]] * len(rewards), "rewards": rewards, "stop_reasons": reasons}
     return output if last is None else output | {"is_last_step": last}
+
+
+def test_a_greedy_answer_whose_environment_failed_is_no_baseline():
+    """That is the mean of the prompt's samples: (1 + 3) / 2."""
+    greedy = rollouts([[0.0], [0.5]], ended=["env_error", "stop"])
+    found = with_greedy_rewards(rollouts([1.0, 3.0, 4.0, 6.0]), greedy, samples=2)
+    assert found["greedy_rewards"] == [2.0, 2.0, 0.5, 0.5]
 
 
 def test_each_sample_gets_what_the_greedy_answer_to_its_prompt_earned():

@@ -61,6 +61,12 @@ def test_feedback_is_told_too_and_hints_are_cut_off():
     assert told[1].tolist() == encode(":abc")
 
 
+def test_a_quoted_text_does_not_end_the_turn():
+    output = sampled(ANSWERS, REWARDS, feedback=["", "", "a<eos>b", ""])
+    told = Hindsight(CHARACTERS, SETTINGS, {}, 18).hints(output, GROUPS)
+    assert CHARACTERS.eos_token_id not in told[2]
+
+
 def test_what_is_said_in_hindsight_is_of_the_same_tokens():
     """A scorer that answers with the token itself and its place: each comes back to its own."""
     hindsight = Hindsight(CHARACTERS, SETTINGS, {}, 18)

@@ -249,9 +249,11 @@ class ScoredOnce:
 
     def __init__(self, forward_pass: ForwardPass) -> None:
         self.forward_pass, self.found = forward_pass, {}
+        self.microbatching = forward_pass.microbatching
 
     def __call__(self, params: Any, batch: TrainBatch, **options: Any) -> tuple[np.ndarray, ...]:
-        wanted = (np.asarray(batch.loss_mask).tobytes(), *sorted(options.items()))
+        rows = (np.asarray(x).tobytes() for x in (batch.tokens, batch.loss_mask))
+        wanted = *rows, *sorted(options.items())
         if wanted not in self.found:
             self.found[wanted] = self.forward_pass(params, batch, **options)
         return self.found[wanted]
@@ -351,10 +353,12 @@ def weight_ess(
     """
     no_kl = weights.replace(kl=np.zeros_like(weights.kl))
     log_probs, entropy = outputs
-    # losses of routers have no part in it, and no weight
-    router = (np.zeros_like(minibatch.advantages),) * (2 * bool(updater.options))
+    # a teacher and losses of routers have no part in it, and no weight
+    taught = updater.options.get("teacher_beta") is not None
+    others = taught + len(updater.options.get("routers", ()))
+    zeros = (np.zeros_like(minibatch.advantages),) * others
     seen = updater.objective.seen(minibatch)
-    (slopes, *_), _ = updater.cotangents(log_probs, entropy, *router, seen, no_kl, key)
+    (slopes, *_), _ = updater.cotangents(log_probs, entropy, *zeros, seen, no_kl, key)
     advantages = np.asarray(minibatch.advantages, np.float64)
     counted = (np.asarray(minibatch.loss_mask) > 0) & (advantages != 0)
     weight = np.abs(np.asarray(slopes, np.float64)[counted] / advantages[counted])

@@ -1,8 +1,9 @@
 """List the phases of a training step: what each runs, for which shapes, and how often."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ from jaxrl.training.build import head_kernel, kernel_of_some
 from jaxrl.training.forward import CHUNK_TOKENS, CPU_CHUNK_TOKENS, chunk_columns, shared_axes
 from jaxrl.training.forward_pass import ForwardPass
 from jaxrl.training.resident_memory import device_bytes
+from jaxrl.training.teacher import asks_for
 from jaxrl.training.update import Updater
 
 SAMPLING = frozenset({"prefill", "decode"})  # kinds of phases
@@ -145,8 +147,8 @@ def phases(
     if run.scores_rows:
         found.append(_forward(run, "log-probs", run.forward_pass, run.params, part, shorter))
     algorithm = trainer.algorithm
-    top_k, hindsight = algorithm.distillation.top_k, distills_hindsight(algorithm)
-    top_k = top_k if distills(algorithm) else 0
+    hindsight = distills_hindsight(algorithm)
+    said = asks_for(algorithm.distillation) if distills(algorithm) else {}
     if run.has_reference:
         names = ("base" if run.reference.is_base_of_policy else "reference",)
         model, placement = run.reference.weights.model, run.reference.weights.placement
@@ -154,13 +156,13 @@ def phases(
         ref = _trained(run, "ref", model, placement, names)
         params = placed_params(model, placement)
         given = run.ref_forward_pass, params, ref, shorter
-        found.append(_forward(run, "reference", *given, top_k=0 if hindsight else top_k))
+        found.append(_forward(run, "reference", *given, more={} if hindsight else said))
     if hindsight:
         given = run.forward_pass, run.params, part, shorter
         groups = batch_devices(policy.placement.mesh, policy.placement.rules)
         cut = hindsight_microbatching(run.config, groups, run.forward_pass.microbatching.context)
         how: dict[str, Any] = {"cut": cut, "longest": longest_in_hindsight(run.config)}
-        found.append(_forward(run, "hindsight", *given, top_k=top_k, **how))
+        found.append(_forward(run, "hindsight", *given, more=said, **how))
     if critic := run.critic:
         weights = critic.weights
         names = ("critic", "critic base") if weights.lora else ("critic",)
@@ -200,10 +202,10 @@ def _forward(
     *,
     cut: Microbatching | None = None,
     longest: int | None = None,
-    top_k: int = 0,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Phase:
     cut = cut or forward_pass.microbatching
-    how: dict[str, Any] = {"cut": cut, "longest": longest, "top_k": top_k}
+    how: dict[str, Any] = {"cut": cut, "longest": longest, "more": more}
     call = run.forward_call(forward_pass, params, part.placement, **how)
     rows, length = call.args[1].tokens.shape
     wanted = _wanted(run, length)

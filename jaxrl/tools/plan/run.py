@@ -1,8 +1,9 @@
 """Assemble a run from its config alone: shapes and shardings; no weights, no data."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jaxrl.models.placement import placed_params
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
+    head_axes,
 )
 from jaxrl.parallel import Placement, batch_sharding, by_process
 from jaxrl.parallel.chips import GIB
@@ -45,6 +47,7 @@ from jaxrl.training.build import (
     assemble_reference,
     assemble_update,
     sampler_dtype,
+    teacher_model,
 )
 from jaxrl.training.critic import Critic, without_policy
 from jaxrl.training.forward_pass import ForwardPass
@@ -103,6 +106,7 @@ class Run:
         self.has_old = needs_old_log_probs(trainer) or params.logprobs is None
         self.scores_rows = self.has_old or trainer.exact_checked_rows > 0
         self.has_reference = needs_reference(trainer.algorithm)
+        self.teacher = teacher_model(trainer, self.model, self.policy.placement)
         self.params = _whole(self.policy, self.state.params)
         self.critic_params = self.critic and _whole(
             self.critic.weights, self.critic.abstract_state.params
@@ -242,11 +246,8 @@ class Run:
         batch = empty_batch(rows, width, length, **beside)
         if not done:
             return batch
-        zeros, taught = batch.loss_mask, {}
-        if distills(trainer.algorithm):
-            top_k = min(trainer.algorithm.distillation.top_k, self.model.vocab_size)
-            taught["teacher_ids"] = np.zeros((*zeros.shape, top_k), np.int32)
-            taught["teacher_log_probs"] = np.zeros((*zeros.shape, top_k + 1), np.float32)
+        zeros = batch.loss_mask
+        taught = self.taught(zeros.shape) if distills(trainer.algorithm) else {}
         return batch.replace(
             **taught,
             old_log_probs=zeros if self.has_old else None,
@@ -264,22 +265,41 @@ class Run:
         *,
         cut: Microbatching | None = None,
         longest: int | None = None,
-        top_k: int = 0,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> Call:
         """Return the call of `forward_pass.forward` for one microbatch.
 
         Args:
             cut: of the batch; None = that of the pass.
             longest: tokens of a trajectory; None = as the config allows.
-            top_k: ids whose log-probs are asked for, as of a teacher.
+            more: options, of a teacher's pass.
         """
         cut = flat(cut or forward_pass.microbatching)
         batch = self.batch(cut, done=False, longest=longest)
         if forward_pass is not self.forward_pass or params is not self.params:
             batch = batch.replace(routes=None)
         _, rows, _ = next(microbatches(batch.row_ids, batch, cut))
-        options = forward_pass.options | ({"top_k": top_k} if top_k else {})
+        options = {**forward_pass.options, **more}
         return Call(forward_pass.forward, (params, placed(rows, placement)), options)
+
+    def taught(self, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return what a teacher says of tokens [B, T], by field of `TrainBatch`."""
+        top_k = self.config.trainer.algorithm.distillation.top_k
+        found: dict[str, np.ndarray] = {"taught": np.zeros(shape, np.float32)}
+        if (teacher := self.teacher) is not None:
+            dtype = DTYPES[cfg.compute_dtype(self.config.trainer, "ref")]
+            return found | {"teacher_states": np.zeros((*shape, teacher.hidden_size), dtype)}
+        assert top_k is not None  # else there is a teacher
+        events = min(top_k, self.model.vocab_size)
+        found["teacher_ids"] = np.zeros((*shape, events), np.int32)
+        return found | {"teacher_log_probs": np.zeros((*shape, events + 1), np.float32)}
+
+    def teacher_head(self, at: Placement) -> Params | None:
+        """Return the head of a teacher that says its states, as `placed_params` does."""
+        if self.teacher is None:
+            return None
+        params = placed_params(self.teacher, at)
+        return {name: params[name] for name in head_axes(self.teacher)}
 
     def gradient_call(
         self, updater: Updater, params: Params, trained: Params, at: Placement
@@ -306,6 +326,8 @@ class Run:
         tree, key = (updater.objective.seen(batch), weights), jax.random.key(0)
         _, rows, part = next(microbatches(tree, batch, cut))
         rows = placed(with_token_keys(params, rows, part[0].row_ids, key), at)
+        if updater is self.updater:
+            rows = rows.replace(teacher_head=self.teacher_head(at))
         single = cut.is_single(np.full(cut.total, self.width))
         if not single and updater.objective.sees_whole(batch):
             outputs = (part[0].loss_mask,) * (2 + distills(self.config.trainer.algorithm))

@@ -23,6 +23,10 @@ MADE_BY = {
     "batch.rewards": "the environment, or the shaping of rewards",
     "batch.old_log_probs": "the policy's forward pass",
     "batch.ref_log_probs": "the reference, or its forward pass",
+    **dict.fromkeys(
+        (f"batch.{name}" for name in ("teacher_ids", "teacher_log_probs", "teacher_states")),
+        "the teacher, or its forward pass",
+    ),
     "batch.values": "the critic, or its forward pass",
     "batch.advantages": "the advantage estimator",
     "batch.returns": "the advantage estimator",

@@ -82,6 +82,21 @@ def test_phases_and_what_stays(capsys, planned):
     assert report["residents"]["KV cache"] == 2 * 2 * 16 * 2 * 64 * 64 * 4
 
 
+@pytest.mark.some(1)
+@pytest.mark.parametrize("top_k", ["4", "None"])
+def test_a_teacher_in_hindsight_is_planned_with_the_longest_hint(capsys, planned, top_k):
+    """A row of 16 + 6 tokens has a hint of 40 more: rows of 64 where others have 24."""
+    group = "--config.trainer.algorithm.distillation"
+    teacher = f"{group}.coef=1", f"{group}.teacher=hindsight", f"{group}.max_hint_tokens=40"
+    status, _, report = planned(capsys, *MESH, *teacher, f"{group}.top_k={top_k}")
+    assert status == 0
+    found = phases_of(report)
+    assert "reference" not in found
+    # of 512 rows on 4 groups tokens, positions, segments, targets (int32) and wanted: 17 bytes
+    more = found["hindsight"]["arguments"] - found["log-probs"]["arguments"]
+    assert more == pytest.approx(512 / 4 * (64 - 24) * 17, rel=0.05)
+
+
 def test_argument_bytes_are_the_analytic_ones(capsys, planned):
     _, _, report = planned(capsys, *MESH, WITH_REFERENCE)
     phases, share = phases_of(report), 4 * PARAMETERS / 8
