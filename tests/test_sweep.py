@@ -65,6 +65,18 @@ def test_a_result_is_found_by_all_that_its_run_is_made_of(tmp_path):
     assert other[0].result not in {x.result for x in runs}
 
 
+def test_a_copy_of_the_repository_finds_the_same_results(tmp_path, monkeypatch):
+    config, names = cfg.resolve(small(tmp_path)), []
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        path = {"trainer.policy.model.path": str(folder / "configs" / "model")}
+        own = cfg.apply_overrides(config, path)
+        (run,) = units(parse_variants(own, "regular", "grpo"), (), (1,), tmp_path)
+        names.append(run.result.name)
+    assert names[0] == names[1]
+
+
 def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, capsys):
     """The score is that of `jaxrl train` with the same seed; one loss fails in its first step."""
     settings = {"trainer.max_training_steps": 3, "trainer.eval_interval": 3}

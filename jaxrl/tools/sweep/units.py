@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,8 +68,9 @@ def units(
 ) -> list[Unit]:
     """Return the runs of all variants with every learning rate and seed; no lrs: the config's own.
 
-    A result is found again by all fields that are not at their defaults, folders apart: a sweep
-    that is started again with another config does not take the old ones.
+    A result is found again by all fields that are not at their defaults, folders of the run apart: a
+    sweep that is started again with another config does not take the old ones. A path below the
+    working directory counts from there, so that a copy of the repository finds the same.
     """
     found, usual = [], flatten(cfg.resolve(cfg.TrainConfig()))
     for variant in variants:
@@ -81,7 +83,7 @@ def units(
                 trainer.print_example_interval, trainer.logger = -1, "console"
                 trainer.run_name = ""
                 trainer.log_path = trainer.ckpt_path = trainer.export_path = ""
-                own = {k: v for k, v in flatten(config).items() if usual.get(k) != v}
+                own = {k: _here(v) for k, v in flatten(config).items() if usual.get(k) != v}
                 made_of = json.dumps(own, sort_keys=True)
                 key = hashlib.sha256(made_of.encode()).hexdigest()[:16]
                 trainer.run_name, trainer.log_path = key, str(folder / "runs")
@@ -90,6 +92,12 @@ def units(
                 result = folder / "results" / f"{key}.json"
                 found.append(Unit(variant.name, lr, seed, config, result))
     return found
+
+
+def _here(value: Any) -> Any:
+    """Return a path below the working directory as it is from there, anything else as it is."""
+    here = f"{Path.cwd()}/"
+    return value.removeprefix(here) if isinstance(value, str) else value
 
 
 def outcomes(todo: Sequence[Unit], processes: int) -> Generator[Outcome]:
