@@ -173,7 +173,7 @@ def test_what_follows_the_words_of_a_user_ends_every_prompt(backend, template):
         said = [{"role": "user", "content": words}]
         prompt = encode_prompt(tokenizer, said, enable_thinking=False)
         assert prompt[-len(rest) :] == rest
-        assert tokenizer.decode(prompt[: -len(rest)]).endswith(words.strip())
+        assert tokenizer.decode(prompt[: -len(rest)]).strip().endswith(words.strip())
 
 
 @pytest.mark.parametrize("cut_off", [False, True])

@@ -1,0 +1,21 @@
+"""The tables of docs/baselines.md are what the recorded runs give."""
+
+import re
+
+import pytest
+
+from benchmarks.baselines import PAGE, numbers, recorded, with_table
+from jaxrl.tools.sweep.summary import table
+
+TASKS = [x for x in re.findall(r"^<!-- (\w+) -->$", PAGE.read_text(), re.MULTILINE) if x != "end"]
+
+
+def test_the_page_has_tables():
+    assert TASKS
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_table_is_that_of_its_runs(task):
+    page = PAGE.read_text()
+    assert with_table(page, task, table(recorded(task))) == page
+    assert numbers(task).with_suffix(".png").exists()
