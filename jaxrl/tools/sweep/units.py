@@ -68,8 +68,8 @@ def units(
 ) -> list[Unit]:
     """Return the runs of all variants with every learning rate and seed; no lrs: the config's own.
 
-    A result is found again by all fields that are not at their defaults, folders of the run apart: a
-    sweep that is started again with another config does not take the old ones. A path below the
+    A result is found again by all fields that are not at their defaults, folders of the run apart:
+    a sweep that is started again with another config does not take the old ones. A path below the
     working directory counts from there, so that a copy of the repository finds the same.
     """
     found, usual = [], flatten(cfg.resolve(cfg.TrainConfig()))
