@@ -186,8 +186,8 @@ class DistillationConfig(BaseConfig):
     policy_loss_coef: Annotated[float, not_negative] = 1.0
     """Weight of the policy loss beside it; 0.0 = the teacher is all that is learnt from."""
     beta: Annotated[float, between("[0, 1]", "0.5 is the Jensen-Shannon divergence")] = 0.5
-    """Of the generalised Jensen-Shannon divergence: 0.0 is the forward KL(teacher || student), 1.0
-    the reverse."""
+    """Chooses among generalised Jensen-Shannon divergences: 0.0 is the forward KL(teacher ||
+    student), 1.0 the reverse."""
     top_k: Annotated[int | None, positive_or(None, "all ids")] = 64
     """Ids that the teacher finds likeliest, each an event; all others together are one more. None =
     all ids, from the teacher's last states and its head."""
