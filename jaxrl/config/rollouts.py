@@ -12,7 +12,6 @@ from jaxrl.config.generator import (
     engine_hosts,
     engine_tensor,
 )
-from jaxrl.config.objective_requirements import needs_greedy
 from jaxrl.config.train_config import TrainConfig
 
 _ENGINE = "generator.inference_engine"
@@ -403,10 +402,6 @@ def _check_jetstream(config: TrainConfig) -> None:
             generator.sampling_params.logprobs,
             "JetStream's wire carries no log-probs; set it to None: the trainer uses its own",
         )
-    if needs_greedy(config.trainer.algorithm):
-        name = config.trainer.algorithm.advantage_estimator
-        fix = f"its servers sample at one temperature, and {name!r} asks for greedy answers"
-        fail(f"{_ENGINE}.backend", "jetstream", f"{fix}; set another")
     sampling = engine.engine_init_kwargs.get("sampling") or {}
     for name in ("sampling_params", "eval_sampling_params"):
         params = getattr(generator, name)

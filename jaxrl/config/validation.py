@@ -91,6 +91,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     _check_exact(config)
     _check_eight_bits(config)
     _check_partial_rollouts(config, num_processes)
+    _check_greedy_answers(config)
     check_async(config, len(ranges.engine))
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
@@ -763,6 +764,21 @@ def _check_teacher(config: TrainConfig) -> None:
         fail("trainer.ref.model.path", teacher.path, fix)
 
 
+def _check_greedy_answers(config: TrainConfig) -> None:
+    """Refuse an estimator that asks for greedy answers where a step cannot have them."""
+    if not needs_greedy(config.trainer.algorithm):
+        return
+    generator, name = config.generator, estimator_name(config.trainer.algorithm)
+    engine = generator.inference_engine
+    if engine.backend == "jetstream" and not engine.run_engines_locally:
+        fix = f"its servers sample at one temperature, and {name!r} asks for greedy answers"
+        fail("generator.inference_engine.backend", "jetstream", f"{fix}; set another")
+    if carries(config):
+        fix = f"advantage_estimator={name!r} compares with the greedy answer of the step in which "
+        field, most = "max_tokens_per_step", generator.partial_rollouts.max_tokens_per_step
+        fail(f"generator.partial_rollouts.{field}", most, f"{fix}a prompt was answered; unset it")
+
+
 def _check_critic(config: TrainConfig) -> None:
     """Refuse values that nobody computes, and a critic that cannot be trained as it is told to."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
@@ -900,10 +916,6 @@ def _check_partial_rollouts(config: TrainConfig, num_processes: int) -> None:
     if not settings.extra_prompts:
         fix = f"must be at least 1 with {field}={most}: else nothing can be carried"
         fail(f"{group}.extra_prompts", 0, fix)
-    if needs_greedy(trainer.algorithm):
-        name = estimator_name(trainer.algorithm)
-        fix = f"advantage_estimator={name!r} compares with the greedy answer of the step in which "
-        fail(field, most, f"{fix}a prompt was answered; leave it unset")
     if generator.inference_engine.backend == "jetstream":
         fix = "is not for the backend 'jetstream', whose prompts have a most; leave it unset"
         fail(field, most, fix)

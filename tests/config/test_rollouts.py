@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.config import (
     TrainConfig,
+    apply_overrides,
     by_versions,
     in_process,
     resolve,
@@ -157,6 +158,17 @@ def test_who_reads_versions_that_may_be_changes(engine, expected):
 def test_impossible_combinations_are_refused(engine, message):
     with pytest.raises(ValueError, match=message):
         validate(config_of(**engine), 8)
+
+
+def test_greedy_answers_are_not_asked_of_servers_that_sample_at_one_temperature():
+    config = config_of(**JETSTREAM, engine_init_kwargs={"control": "a:b"}, weights_folder="/w")
+    changes = {
+        "trainer.algorithm.advantage_estimator": "remax",
+        "trainer.eval_interval": -1,
+        "generator.sampling_params.logprobs": None,
+    }
+    with pytest.raises(ValueError, match="backend='jetstream': .*'remax' asks for greedy answers"):
+        validate(apply_overrides(config, changes), 8)
 
 
 @pytest.mark.parametrize(
