@@ -7,7 +7,8 @@
     python -m benchmarks.baselines --out=runs/turns --task=turns
 
 Claim: the tables of docs/baselines.md; a second run of a command gives the same. With --write they
-are put there, and all runs into docs/curves/baselines_TASK.jsonl.
+are put there, and all runs into docs/curves/baselines_TASK.jsonl; with --only beside those of other
+methods.
 
 The model of configs/quickstart.py sorts two digits from random weights, as in
 `benchmarks/sort_digits.py`: 100 steps of 16 prompts x 16 samples, four updates a step, of which all
@@ -247,7 +248,9 @@ def numbers(task: str) -> Path:
 
 
 def recorded(task: str) -> list[Summary]:
-    """Return what the file of a task says of its methods."""
+    """Return what the file of a task says of its methods; nothing where there is none."""
+    if not numbers(task).exists():
+        return []
     methods = [json.loads(line) for line in numbers(task).read_text().splitlines()]
     return [
         summary(
@@ -291,6 +294,8 @@ def main(argv: Sequence[str]) -> int:
     )
     print(table(found))
     if options.write:
+        known = {x.method: x for x in recorded(options.task) + found}
+        found = [known[name] for name in task.pairs if name in known]
         lines = [json.dumps(asdict(x)) + "\n" for x in found]
         replace_text(numbers(options.task), "".join(lines))
         replace_text(PAGE, with_table(PAGE.read_text(), options.task, table(found)))

@@ -1,6 +1,10 @@
 """Sweeps: methods, learning rates and seeds on one task; intervals, tables, runs that fail."""
 
+import concurrent.futures
 import json
+import multiprocessing
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ from jaxrl.sweep import main
 from jaxrl.tools.compare.variants import parse_variants
 from jaxrl.tools.sweep.summary import best_lr, bootstrap, ranked, summary, table
 from jaxrl.tools.sweep.sweep import sweep
-from jaxrl.tools.sweep.units import Outcome, units
+from jaxrl.tools.sweep.units import Outcome, take_cores, units
 from jaxrl.train import train
 from tests.test_train import QUICKSTART, metric_lines, small
 
@@ -104,6 +108,28 @@ def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, capsys):
     before = (tmp_path / "out" / "table.md").read_text()
     sweep(variants, tmp_path / "out", seeds=[1, 2], say=said.append)
     assert (tmp_path / "out" / "table.md").read_text() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has all cores")
+def test_processes_beside_each_other_have_cores_of_their_own():
+    """Two have them all between them; of more than there are cores, some have all of them."""
+    mine = os.sched_getaffinity(0)
+    context = multiprocessing.get_context("spawn")
+    for processes in (2, len(mine) + 1):
+        numbers = context.SimpleQueue()
+        for number in range(processes):
+            numbers.put(number)
+        taken = []
+        for _ in range(processes):
+            with concurrent.futures.ProcessPoolExecutor(
+                1, context, initializer=take_cores, initargs=(numbers, processes)
+            ) as pool:
+                taken.append(pool.submit(os.sched_getaffinity, 0).result())
+        assert set().union(*taken) == mine
+        if processes <= len(mine):
+            assert sum(map(len, taken)) == len(mine)
+        else:
+            assert taken.count(mine) == 1 + (len(mine) == 1)
 
 
 def _stop_after_first(_):

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import os
 import shutil
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,18 @@ def outcomes(todo: Sequence[Unit], processes: int) -> Generator[Outcome]:
     """Yield how each run went, in order; those that have no result yet are trained.
 
     Args:
-        processes: that train beside each other.
+        processes: that train beside each other, each on cores of its own.
     """
     context = multiprocessing.get_context("spawn")  # JAX has threads
+    numbers = context.SimpleQueue()
+    for number in range(processes):
+        numbers.put(number)
     waiting = (unit for unit in todo if not unit.result.exists())
     running: set[concurrent.futures.Future] = set()
-    with concurrent.futures.ProcessPoolExecutor(processes, context) as pool:
+    pool = concurrent.futures.ProcessPoolExecutor(
+        processes, context, initializer=take_cores, initargs=(numbers, processes)
+    )
+    with pool:
         for unit in todo:
             while not unit.result.exists():
                 # no more than can run: what the pool holds beyond that could not be taken back
@@ -119,6 +126,18 @@ def outcomes(todo: Sequence[Unit], processes: int) -> Generator[Outcome]:
                 for future in ended:
                     future.result()
             yield Outcome(**json.loads(unit.result.read_text(encoding="utf-8")))
+
+
+def take_cores(numbers: multiprocessing.SimpleQueue, processes: int) -> None:
+    """Keep a process to its share of the cores, before XLA starts a thread for each it may use.
+
+    Two processes with threads on the same two cores took 1.6 times as long, see LOG.md.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # macOS, Windows
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if mine := cores[numbers.get() :: processes]:  # more processes than cores share them all
+        os.sched_setaffinity(0, mine)
 
 
 def _train(unit: Unit) -> None:
