@@ -63,7 +63,8 @@ def nothing(
 
 def choices() -> dict[str, tuple[str, str]]:
     """Return loss and estimator of each gradient, by its name in the picture."""
-    found = {name: (f"{name}{OFF}{SETTINGS.get(name, '')}", "grpo") for name in LOSSES}
+    losses = [name for name, row in LOSSES.items() if not row.demonstrations]  # here are none
+    found = {name: (f"{name}{OFF}{SETTINGS.get(name, '')}", "grpo") for name in losses}
     for name in TERMS:
         found[f"regular, {name}"] = f"regular{OFF}{baselines.TERMS[name]}", "grpo"
     for name, term in ALONE.items():

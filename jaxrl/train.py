@@ -64,7 +64,7 @@ from jaxrl.registry.trial import try_functions
 from jaxrl.rollout.build import engine_kernel, engine_of_run
 from jaxrl.rollout.build_jetstream import jetstream_engine
 from jaxrl.rollout.build_sizes import Sizes, sizes_that_fit
-from jaxrl.rollout.conversations.conversation import ConversationGenerator
+from jaxrl.rollout.conversations.conversation import ConversationGenerator, demonstration_of
 from jaxrl.rollout.conversations.dynamic_sampling import DynamicSamplingError
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
 from jaxrl.rollout.conversations.reward_terms import RewardTermError, RewardTerms
@@ -371,6 +371,8 @@ class BasePPOExp:
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
         check_sources(eval_prompts)
         _warn_of_a_judge_of_no_row(config, [*train_prompts, *eval_prompts])
+        if config.generator.demonstrations:
+            _check_demonstrations(train_prompts, config.data.train_data)
         self.check_environments([*train_prompts, *eval_prompts])
         self.check_functions()
         return model, train_prompts, eval_prompts
@@ -520,6 +522,15 @@ def sized(
         return Settled(config, [])
     words = ", ".join(f"{name.rpartition('.')[2]}={size}" for name, size in chosen.items())
     return Settled(cfg.apply_overrides(config, chosen), [f"{words}: {why}"])
+
+
+def _check_demonstrations(prompts: Sequence[Prompt], sources: Sequence[str]) -> None:
+    """Refuse data without an answer to any prompt, and answers that are no single message."""
+    if {demonstration_of(prompt) for prompt in prompts} == {None}:
+        raise ValueError(
+            f"generator.demonstrations=True: no row of data.train_data={[*sources]} has a column "
+            "'completion' with an answer; give some, or set False"
+        )
 
 
 def _warn_of_a_judge_of_no_row(config: cfg.TrainConfig, prompts: list[Prompt]) -> None:

@@ -28,6 +28,7 @@ from jaxrl.config.objective_requirements import (
     estimator_row,
     has_critic,
     kl_in_reward,
+    loss_row,
     needs_greedy,
     needs_old_log_probs,
     needs_reference,
@@ -587,6 +588,7 @@ class Trainer:
             params,
             part=part,
             greedy=phase.startswith("train") and needs_greedy(self.config.trainer.algorithm),
+            demonstrations=phase.startswith("train") and self.config.generator.demonstrations,
         )
 
     def postprocess_generator_output(
@@ -629,6 +631,12 @@ class Trainer:
             assert isinstance(self.model, TransformerConfig)  # has experts
             routes = routes_of_model(cast(dict, output)[ROUTES], self.model)
             output = cast(GeneratorOutput, output | {ROUTES: routes})
+        if (
+            self.config.generator.demonstrations and "demonstrated" not in output
+        ):  # of no prompt of the batch
+            output = GeneratorOutput(
+                {**output, "demonstrated": [False] * len(output["response_ids"])}
+            )
         last = output.get("is_last_step", [True] * len(output["response_ids"]))
         width_of = self.updater.microbatching.batch_width
         batch = collate(output, trajectory_numbers(last) // self.samples, width_of)
@@ -726,7 +734,9 @@ class Trainer:
         row = estimator_row(self.config.trainer.algorithm)
         weights = self.config.environment.reward_weights
         per_turn = row is not None and row.per_turn
-        return advantages_of(self.estimate, batch, kept, weights, per_turn=per_turn)
+        loss = loss_row(self.config.trainer.algorithm)
+        apart = loss is not None and loss.demonstrations == "apart"
+        return advantages_of(self.estimate, batch, kept, weights, per_turn=per_turn, apart=apart)
 
     # ---------------------------------------------------------------- 7 to 9: the update
 
@@ -1059,9 +1069,10 @@ class Trainer:
         most = min(cut.total for cut in cuts)  # of a batch; each rounds it up to its own devices
         batch = None
         for rows in sorted({min(size, most) for cut in cuts for size in cut.batch_sizes(length)}):
-            batch = self.add_log_probs(
-                empty_batch(rows, width, length, kept=kept, log_probs=log_probs, routes=routes)
-            )
+            batch = empty_batch(rows, width, length, kept=kept, log_probs=log_probs, routes=routes)
+            if self.config.generator.demonstrations:
+                batch = batch.replace(demonstrated=np.zeros(rows, bool))
+            batch = self.add_log_probs(batch)
         assert batch is not None  # there is a size
         batch = _resized(batch, settings.train_batch_size * self.samples)
         valid = np.ones(len(batch.lengths), bool)  # as `token_level` says of a batch of a step

@@ -103,6 +103,7 @@ class Trajectory:
     rejudged: bool | None = None  # whether a second judgement gave the same; None: there was none
     turn_reward: float = 0.0  # of a row that is a turn: what it earned
     feedback: str = ""  # what the environment had to say of the answer, for the policy to read
+    demonstrated: bool = False  # an answer of the data in place of a sampled one
     turns: list[tuple[int, int]] = field(default_factory=list)  # response tokens [first, last + 1)
     # see `rollout.protocol.Completion`
     sampling_mask_ids: list[tuple[int, ...]] = field(default_factory=list)
@@ -132,6 +133,7 @@ class GeneratorInput(TypedDict):
     sampling: Any  # rollout.protocol.Sampling
     begun: NotRequired[list[Any]]  # what each trajectory has so far, see `Prompt.begun`
     trajectory_ids: NotRequired[list[TrajectoryID]]
+    demonstrations: NotRequired[list[str | None]]  # what is answered; None = it is sampled
     part: NotRequired[bool]  # of a batch whose parts are sampled one by one; see `measured` below
 
 
@@ -170,6 +172,7 @@ class GeneratorOutput(TypedDict):
     turn_rewards: NotRequired[list[float]]  # with is_last_step: what each turn earned
     greedy_rewards: NotRequired[list[float]]  # what the greedy answer to each prompt earned
     feedback: NotRequired[list[str]]  # of the environment, in words; "" = it gave none
+    demonstrated: NotRequired[list[bool]]  # answers of the data, of no policy's log-probs
     reward_terms: NotRequired[list[dict[str, float]]]  # by name, unweighted; {} = not judged
     kept: NotRequired[list[list[tuple[int, ...]]]]  # per token the ids it was drawn from, () = all
     token_versions: NotRequired[list[list[int]]]  # per token, of the policy that drew it; -1 = none
@@ -217,6 +220,7 @@ class TrainBatch(PyTree):
     kept: Array | None = None  # [B, T, k] int32 ids that a token was drawn from, then -1; see there
     token_versions: IntBT | None = None  # -1 where not sampled; None = not recorded
     context_versions: IntBT | None = None  # the oldest in a token's context
+    demonstrated: BoolB | None = None  # answers of the data; None = all are sampled
     staleness: IntBT | None = None  # if the loss asks for it; see jaxrl/training/staleness.py
     # of a teacher: on which tokens it has a word; the ids it finds likeliest [B, T, K], -1 = none,
     # and its log-probs of them and of all others [B, T, K + 1]; or its last states [B, T, D]

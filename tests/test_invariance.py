@@ -107,7 +107,7 @@ def cut_gradient(
     The weights alone know the reduction, so that it costs no compilation. The block of
     token_mean_legacy is two rows, whatever the cut; with one it would be sequence_mean.
     """
-    batch = make_batch(width, LENGTHS)
+    batch = make_batch(width, LENGTHS).replace(demonstrated=np.arange(ROWS) % 3 == 0)
     if order is not None:
         batch = jax.tree.map(lambda x: x[np.array(order)], batch)
     if masked is not None:
@@ -148,6 +148,8 @@ HYPERPARAMETERS = {
     "m2po": {"tau": 0.2},
     "bapo": {"rho": 0.2, "high_min": 1.02},
     "ipo": {"threshold": 0.02},
+    "luffy": {"gamma": 0.3},
+    "chord": {"mu": 0.4},
 }
 
 

@@ -165,6 +165,8 @@ def _loss_facts(name: str, row: Loss) -> dict[str, str]:
     settings = [_settings(parse_docstring(row.fn).arguments), *_hyperparameters(row.fn)]
     if defaults := ", ".join(filter(None, settings)):
         facts["defaults"] = defaults
+    if row.demonstrations:
+        facts["demonstrations"] = f"`generator.demonstrations`, {row.demonstrations}"
     if row.whole_batch:
         facts["needs"] = "the whole minibatch at once, which costs one more forward pass"
     return facts

@@ -270,6 +270,9 @@ class GeneratorConfig(BaseConfig):
     """The engine that samples."""
     n_samples_per_prompt: Annotated[int, positive] = 5
     """Samples per training prompt: the size of a group."""
+    demonstrations: Annotated[bool, new()] = False
+    """The last of them is the "completion" of the prompt's row in place of a sampled answer, where
+    there is one. For the losses "luffy" and "chord"."""
     batched: Annotated[bool, implemented("a single-turn batch is always one call")] = False
     """One engine call for the whole batch; one turn."""
     max_turns: Annotated[

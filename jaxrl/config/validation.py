@@ -61,6 +61,7 @@ from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
 from jaxrl.losses.row import hyperparameters
 from jaxrl.registry import AdvantageEstimatorRegistry, PolicyLossRegistry, bind_estimator
 from jaxrl.registry.bind import check_pure_functions, make_policy_loss
+from jaxrl.registry.contracts import asks_for
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
@@ -92,6 +93,7 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     _check_eight_bits(config)
     _check_partial_rollouts(config, num_processes)
     _check_greedy_answers(config)
+    _check_demonstrations(config)
     check_async(config, len(ranges.engine))
     groups = [
         batch_groups(config, len(devices) * num_processes, role)
@@ -777,6 +779,40 @@ def _check_greedy_answers(config: TrainConfig) -> None:
         fix = f"advantage_estimator={name!r} compares with the greedy answer of the step in which "
         field, most = "max_tokens_per_step", generator.partial_rollouts.max_tokens_per_step
         fail(f"generator.partial_rollouts.{field}", most, f"{fix}a prompt was answered; unset it")
+
+
+def _check_demonstrations(config: TrainConfig) -> None:
+    """Refuse answers of the data that no loss has a place for, and a loss that has none of them."""
+    trainer, generator = config.trainer, config.generator
+    algorithm, row = trainer.algorithm, loss_row(trainer.algorithm)
+    field = "generator.demonstrations"
+    if not generator.demonstrations:
+        if row and row.demonstrations:
+            fix = f"learns from demonstrations, and {field}=False; set that to True"
+            fail(f"{_ALGORITHM}.policy_loss_type", algorithm.policy_loss_type, fix)
+        return
+    if generator.n_samples_per_prompt == 1:
+        fix = "with generator.n_samples_per_prompt=1 nothing would be sampled; set more"
+        fail(field, True, fix)
+    loss = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
+    if not (row.demonstrations if row else asks_for(loss, "demonstrated")):
+        name = algorithm.policy_loss_type
+        fix = f"policy_loss_type={name!r} takes them for sampled; set 'luffy' or 'chord', or a"
+        fail(field, True, f"{fix} loss of yours that asks for `demonstrated`")
+    settings = {
+        "generator.max_turns": (generator.max_turns, 1),
+        "generator.partial_rollouts.max_tokens_per_step": (
+            generator.partial_rollouts.max_tokens_per_step,
+            None,
+        ),
+        "trainer.fully_async.enabled": (trainer.fully_async.enabled, False),
+        "trainer.exact": (trainer.exact, "off"),
+        f"{_ALGORITHM}.old_log_probs": (algorithm.old_log_probs, "trainer"),
+    }
+    for other, (value, needed) in settings.items():
+        if value != needed:
+            fix = f"is for {other}={needed!r}: a demonstration is one answer, which nobody sampled"
+            fail(field, True, fix)
 
 
 def _check_critic(config: TrainConfig) -> None:

@@ -156,6 +156,7 @@ def collate(
         reward_terms=_reward_terms(output),
         turn_rewards=_of_rows(output, "turn_rewards"),
         greedy_rewards=_of_rows(output, "greedy_rewards"),
+        demonstrated=np.asarray(output["demonstrated"]) if "demonstrated" in output else None,
         routes=_routes(output, width) if ROUTES in output else None,
         **{column.batch: response_array(column) for column in TOKEN_COLUMNS},
     )

@@ -41,6 +41,7 @@ _PER_TOKEN = dict.fromkeys(("prompt_token_ids", "response_ids"), np.int32) | {
 _PER_ROW = {
     "policy_versions": np.int32,
     "is_last_step": np.bool_,
+    "demonstrated": np.bool_,
     "ledger_ids": np.int64,
     ROUTES_PROCESS: np.int32,
 }

@@ -12,6 +12,7 @@ file, a line here and a test.
 from jaxrl.losses.aspo import ROW as ASPO, aspo
 from jaxrl.losses.bapo import ROW as BAPO, bapo
 from jaxrl.losses.ce_gppo import ROW as CE_GPPO, ce_gppo
+from jaxrl.losses.chord import ROW as CHORD, chord
 from jaxrl.losses.cispo import ROW as CISPO, cispo
 from jaxrl.losses.clip_cov import ROW as CLIP_COV, clip_cov
 from jaxrl.losses.cross_entropy import ROW as CROSS_ENTROPY, cross_entropy
@@ -26,6 +27,7 @@ from jaxrl.losses.gspo import ROW as GSPO, gspo
 from jaxrl.losses.importance_sampling import ROW as IMPORTANCE_SAMPLING, importance_sampling
 from jaxrl.losses.ipo import ROW as IPO, ipo
 from jaxrl.losses.kl_cov import ROW as KL_COV, kl_cov
+from jaxrl.losses.luffy import ROW as LUFFY, luffy
 from jaxrl.losses.luspo import ROW as LUSPO, luspo
 from jaxrl.losses.m2po import ROW as M2PO, m2po
 from jaxrl.losses.regular import ROW as REGULAR, regular
@@ -42,6 +44,7 @@ __all__ = [
     "aspo",
     "bapo",
     "ce_gppo",
+    "chord",
     "cispo",
     "clip_cov",
     "cross_entropy",
@@ -56,6 +59,7 @@ __all__ = [
     "importance_sampling",
     "ipo",
     "kl_cov",
+    "luffy",
     "luspo",
     "m2po",
     "regular",
@@ -92,6 +96,8 @@ ROWS: dict[str, Loss] = {
         DCPO,
         BAPO,
         IPO,
+        LUFFY,
+        CHORD,
     )
 }
 LOSSES = {name: row.fn for name, row in ROWS.items()}

@@ -36,6 +36,9 @@ class Loss(NamedTuple):
         corrects_itself: it weighs the difference between trainer and sampler, whatever its anchor.
         anchor_setting: what makes its ratio one against the sampler; "" = nothing does.
         whole_batch: it looks at the whole minibatch: its means, its highest covariances.
+        demonstrations: what it makes of answers that the data gives, see
+            `generator.demonstrations`: "in the group" = samples are compared with
+            them, "apart" = not; "" = it has no place for them.
         plain_at_one: where the ratio is 1 its gradient is that of the surrogate without a clip.
         check: what is wrong with the fields that it reads.
         odd: what is legal and seldom meant.
@@ -53,6 +56,7 @@ class Loss(NamedTuple):
     corrects_itself: bool = False
     anchor_setting: str = ""
     whole_batch: bool = False
+    demonstrations: Literal["", "in the group", "apart"] = ""
     plain_at_one: bool = False
     check: Callable[[Any], Iterable[Problem]] = lambda config: ()
     odd: Callable[[Any], Iterable[str]] = lambda config: ()

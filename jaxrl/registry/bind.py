@@ -36,7 +36,7 @@ from jaxrl.types import Array, FloatBT, TrainBatch
 
 Metrics = dict[str, Any]
 # fields of a batch that few losses ask for
-OPTIONAL = ("token_versions", "context_versions", "staleness")
+OPTIONAL = ("token_versions", "context_versions", "staleness", "demonstrated")
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,7 @@ def _of_a_loss(shape: tuple[int, int]) -> tuple[Any, Any, TrainBatch, Any]:
         token_versions=ints,
         context_versions=ints,
         staleness=ints,
+        demonstrated=jax.ShapeDtypeStruct(shape[:1], jnp.bool_),
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
     return floats, floats, batch, key

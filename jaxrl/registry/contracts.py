@@ -23,6 +23,7 @@ LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "config")
 BATCH_FIELDS = (
     *("loss_mask", "rollout_log_probs", "ref_log_probs"),
     *("rewards", "policy_versions", "token_versions", "context_versions", "staleness", "row_ids"),
+    "demonstrated",
 )
 LOSS_KEYWORDS = (*BATCH_FIELDS, "group_ids", "entropy", "key", "rollout_logprobs")
 # What an estimator is called with, all by keyword; the settings are hyperparameters of its config.

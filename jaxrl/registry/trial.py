@@ -205,5 +205,6 @@ def _batch(prompts: int, samples: int, tokens: int) -> TrainBatch:
         valid_mask=valid,
         token_versions=versions,
         context_versions=versions,
+        demonstrated=np.arange(rows) % samples == samples - 1,
         staleness=(rng.integers(0, 3, response.shape) * mask).astype(np.int32),
     )

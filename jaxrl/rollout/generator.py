@@ -62,6 +62,7 @@ async def sample_prompts(
     *,
     part: bool = False,
     greedy: bool = False,
+    demonstrations: bool = False,
 ) -> GeneratorOutput:
     """Return `samples` judged trajectories of every prompt.
 
@@ -71,12 +72,14 @@ async def sample_prompts(
         phase, step: with seed, prompt and sample they name all that is random.
         part: these are not the whole batch; `concat_batch` puts the parts together.
         greedy: answer each prompt greedily, too, and say what that earns.
+        demonstrations: the last of the samples is the answer that the prompt's row gives, if any.
 
     Raises:
         ValueError: see `checked_output`.
     """
     rng_path = config.trainer.seed, phase, step
-    batch = generator_input(prompts, samples, rng_path, sampling_of(params, eos_token_ids))
+    asked = sampling_of(params, eos_token_ids)
+    batch = generator_input(prompts, samples, rng_path, asked, demonstrations=demonstrations)
     if part:
         batch["part"] = True
     output = await generate(generator, batch)

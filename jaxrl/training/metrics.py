@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxrl.config.generator import SamplingParams
-from jaxrl.data.columns import last_steps
+from jaxrl.data.columns import last_steps, take_trajectories
 from jaxrl.training.diagnostics import group_metrics, length_metrics
 from jaxrl.types import FloatBT, GeneratorOutput, TrainBatch
 
@@ -79,9 +79,20 @@ def reward_term_metrics(terms: Sequence[Mapping[str, float]]) -> Metrics:
 def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> Metrics:
     """Return `generate_metrics`, and the rewards as the environment gave them.
 
+    They are of what was sampled; what demonstrations earn has a name of its own.
+
     Args:
         uids: prompt of each trajectory.
     """
+    given = np.array(last_steps(output).get("demonstrated", []), bool)
+    if given.any() and not given.all():
+        sampled = rollout_metrics(
+            take_trajectories(output, np.flatnonzero(~given)),
+            [uid for uid, demonstrated in zip(uids, given, strict=True) if not demonstrated],
+            samples,
+        )
+        earned = [outcome(r) for r in last_steps(output)["rewards"]]
+        return sampled | {"reward/demonstrated": float(np.mean(np.array(earned)[given]))}
     last = last_steps(output)
     rewards = last["rewards"]
     reward = score_metrics(rewards, uids, samples)
@@ -122,6 +133,8 @@ def mismatch_metrics(batch: TrainBatch, entropy: FloatBT) -> Metrics:
         entropy: [B, T] of the trainer's policy; read where there are no rollout log-probs.
     """
     sampled = batch.loss_mask > 0
+    if batch.demonstrated is not None:
+        sampled &= ~batch.demonstrated[:, None]
     if not sampled.any():
         return {}
     if batch.rollout_log_probs is None:

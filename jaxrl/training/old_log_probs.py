@@ -30,6 +30,9 @@ def with_old_log_probs(
     tells whether the sampler is the trainer's policy. In the exact mode a pass over the first
     `exact_checked_rows` tells that, to the last bit.
 
+    Of demonstrations (`TrainBatch.demonstrated`), which nobody sampled, the old log-probs are the
+    sampler's, too: wherever the two are compared they are alike.
+
     Args:
         forward: (batch, with entropy) -> log-probs and entropy [B, T] of the policy.
         sampling: how the responses were sampled.
@@ -53,10 +56,14 @@ def with_old_log_probs(
             old, entropy = forward(checked, False)
             found |= mismatch_metrics(checked.replace(old_log_probs=old), entropy)
         return batch.replace(old_log_probs=batch.rollout_log_probs), found
-    if not (needs_old_log_probs(settings) or blind):
+    given = batch.demonstrated
+    if not (needs_old_log_probs(settings) or blind or given is not None):
         return batch, {}
     old, entropy = forward(batch, blind)
     batch = batch.replace(old_log_probs=old)
+    if given is not None and not blind:
+        sampled = np.where(given[:, None], old, batch.rollout_log_probs)
+        batch = batch.replace(rollout_log_probs=sampled)
     metrics = mismatch_metrics(batch, entropy)
     check_surprise(metrics, sampling)
     return batch, metrics

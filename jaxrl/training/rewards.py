@@ -206,6 +206,7 @@ def advantages_of(
     state: Any = None,
     weights: Mapping[str, float] = MappingProxyType({}),
     per_turn: bool = False,
+    apart: bool = False,
 ) -> tuple[Any, FloatBT, FloatBT]:
     """Return the estimator's state after the batch, advantages and returns [B, T], on the host.
 
@@ -219,6 +220,7 @@ def advantages_of(
         state: of an estimator with memory, before the batch.
         weights: of rewards by name; empty = each counts once.
         per_turn: see `Estimator`; rows are turns.
+        apart: samples are not compared with demonstrations, each of which is a group of its own.
     """
     arrays = {  # by keyword: an estimator may take them all as **kwargs
         "token_level_rewards": batch.rewards,
@@ -230,6 +232,9 @@ def advantages_of(
     optional += ("greedy_rewards",)
     more = {name: getattr(batch, name) for name in optional}
     arrays |= {name: x for name, x in more.items() if x is not None}
+    if apart and batch.demonstrated is not None:
+        own = int(np.max(batch.index)) + np.cumsum(batch.demonstrated)
+        arrays["index"] = np.where(batch.demonstrated, own, batch.index).astype(np.int32)
     known = {}
     if (terms := batch.reward_terms) is not None:
         ones = [1.0] * terms.shape[1]

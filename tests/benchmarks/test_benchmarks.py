@@ -554,7 +554,7 @@ def test_the_two_rewards_of_baselines():
 def test_the_gradients_that_are_compared_are_those_of_other_objectives():
     config = cfg.resolve(baselines.sort_digits(100))
     found = parse_variants(config, gradients.choices(), None)
-    assert set(LOSSES) < {x.name for x in found}
+    assert set(LOSSES) - {"luffy", "chord"} < {x.name for x in found}
     settings = [json.dumps(cfg.get_config_as_dict(x.config), sort_keys=True) for x in found]
     assert len(set(settings)) == len(settings)
     with_bonus = [x.name for x in found if x.config.trainer.algorithm.use_entropy_loss]

@@ -157,6 +157,8 @@ LOSSES_WITH_NUMBERS = {
     "aspo": "w = min(1/r, 3) where A > 0, r <= 1.2; min(r, 3) where A < 0, r >= 0.8; else 0 r =",
     "dcpo": "clip(r, 1/2 + sqrt(1 - 0.8/q)/2, 1/2 + sqrt(1 + 0.8/q)/2) A), r <= 10 r = exp(",
     "bapo": "low in [0.6, 0.9], high in [1.2, 3]: |l| of A > 0 at least 0.4 of all r = exp(",
+    "luffy": "clip(r, 0.8, 1.2) A); of demonstrations -p/(p + 0.1) A, p = exp(log_probs) r = exp(",
+    "chord": "mean of samples, times 0.9; of demonstrations -sg[p(1 - p)] log_probs, mean of their",
     "ipo": "l = -r A where |p - q| <= 0.1, else 0; + 0.001 (log r)^2 r = exp(log_probs - rollout",
 }
 

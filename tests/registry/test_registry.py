@@ -165,7 +165,7 @@ def test_losses_that_look_at_the_whole_minibatch_are_marked():
     register_policy_loss("quantile", batch_statistics=True)(loss_one)
     PolicyLossRegistry.register("rows", loss_two)
     marked = [n for n in PolicyLossRegistry.list_available() if has_batch_statistics(n)]
-    assert marked == ["clip_cov", "kl_cov", "m2po", "bapo", "quantile"]
+    assert marked == ["clip_cov", "kl_cov", "m2po", "bapo", "chord", "quantile"]
     data = snapshot()
     PolicyLossRegistry.repopulate()
     load_snapshot(data)

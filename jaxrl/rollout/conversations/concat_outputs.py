@@ -12,7 +12,7 @@ from jaxrl.types import GeneratorOutput, Measured
 
 # Columns that a part may lack, because none of its rows has anything in them.
 _MAY_LACK = {column.name for column in TOKEN_COLUMNS if column.optional}
-_MAY_LACK |= {ROUTES, ROUTES_PROCESS, "reward_terms", "feedback"}
+_MAY_LACK |= {ROUTES, ROUTES_PROCESS, "reward_terms", "feedback", "demonstrated"}
 
 
 def concat_batch(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
@@ -64,5 +64,5 @@ def _nothing(name: str, response: Sequence[int]) -> Any:
         return NO_ROUTES
     if name == ROUTES_PROCESS:
         return 0  # any: none of them knows
-    of_rows: dict[str, Any] = {"reward_terms": {}, "feedback": ""}
+    of_rows: dict[str, Any] = {"reward_terms": {}, "feedback": "", "demonstrated": False}
     return of_rows[name] if name in of_rows else [BLANKS[name]] * len(response)

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxrl import activity
 from jaxrl.config import GeneratorConfig, SamplingParams, keeps_pages
+from jaxrl.data.messages import messages_of
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.envs import StepOutput
 from jaxrl.rollout.conversations.carried import CARRIED, Begun, goes_on, joined, next_piece
@@ -54,7 +55,12 @@ def sample_key(*rng_path: object) -> tuple[int, int]:
 
 
 def generator_input(
-    prompts: Sequence[Prompt], samples: int, rng_path: Sequence[object], sampling: Sampling
+    prompts: Sequence[Prompt],
+    samples: int,
+    rng_path: Sequence[object],
+    sampling: Sampling,
+    *,
+    demonstrations: bool = False,
 ) -> GeneratorInput:
     """Ask for `samples` trajectories of every prompt.
 
@@ -63,6 +69,7 @@ def generator_input(
 
     Args:
         rng_path: seed, phase and step.
+        demonstrations: the last sample of a prompt is the answer that its row gives, if it does.
     """
     every = dict.fromkeys(range(samples))
     asked = [(p, i, so_far) for p in prompts for i, so_far in (p.begun or every).items()]
@@ -74,7 +81,29 @@ def generator_input(
     )
     if any(p.begun for p in prompts):
         batch["begun"] = [so_far for _, _, so_far in asked]
+    if demonstrations:
+        last = samples - 1
+        batch["demonstrations"] = [demonstration_of(p) if i == last else None for p, i, _ in asked]
     return batch
+
+
+def demonstration_of(prompt: Prompt) -> str | None:
+    """Return the answer that the row of a prompt gives as its completion; None if it has none.
+
+    Raises:
+        ValueError: that is no text and no single message.
+    """
+    found = prompt.extras.get("completion")
+    if found is None:
+        return None
+    try:
+        (message,) = messages_of(found, "completion", "assistant")
+    except ValueError as error:
+        raise ValueError(
+            f"{prompt.place}: a completion that is trained on beside samples is one message of the "
+            f"assistant or a text, not {found!r}"
+        ) from error
+    return message["content"]
 
 
 def sampling_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> Sampling:
@@ -135,8 +164,10 @@ class Conversation:
         submissions: Submissions,
         failures: Failures,
         begun: Begun | None = None,
+        demonstration: str | None = None,
     ) -> None:
         self.prompt, self.key, self.begun = prompt, key, begun
+        self.demonstration = demonstration  # its answer; None = it is sampled
         self.session, self.submissions, self.failures = session, submissions, failures
         self.transcript = Transcript(list(prompt.tokens))
         self.over: Future[None] = Future()  # until it is cancelled the engine keeps its pages
@@ -197,6 +228,7 @@ class Conversation:
             env_metrics=self.metrics,
             reward_terms={} if self.failure else self.session.earned,
             feedback=self.session.feedback,
+            demonstrated=self.demonstration is not None,
             env_seconds=self.session.seconds,
             failure=str(self.failure) if self.failure else "",
             rejudged=self.rejudged,
@@ -264,10 +296,18 @@ class ConversationGenerator:
         submissions, failures = self._submissions_here(), Failures()
         sampling: Sampling = batch["sampling"]
         with activity.doing("rollouts", len(batch["prompts"])) as rollouts:
-            begun = batch.get("begun") or [None] * len(batch["prompts"])
+            nothing = [None] * len(batch["prompts"])
+            columns = (
+                batch["prompts"],
+                batch["keys"],
+                batch.get("begun") or nothing,
+                batch.get("demonstrations") or nothing,
+            )
             conversations = [
-                Conversation(prompt, key, self._session(prompt, key), submissions, failures, so_far)
-                for prompt, key, so_far in zip(batch["prompts"], batch["keys"], begun, strict=True)
+                Conversation(
+                    prompt, key, self._session(prompt, key), submissions, failures, so_far, given
+                )
+                for prompt, key, so_far, given in zip(*columns, strict=True)
             ]
             try:
                 await _all([self._open(conversation) for conversation in conversations])
@@ -327,8 +367,19 @@ class ConversationGenerator:
     async def _first_turns(
         self, conversations: Sequence[Conversation], submissions: Submissions, sampling: Sampling
     ) -> list[Turn | None]:
-        """Submit all first turns in one call of the engine; None where nothing is to be sampled."""
-        able = [i for i, c in enumerate(conversations) if not c.failure and self._fits(c)]
+        """Submit all first turns in one call of the engine; None where nothing is to be sampled.
+
+        Turns that are demonstrations are there already.
+        """
+        turns: list[Turn | None] = [None] * len(conversations)
+        able = []
+        for i, one in enumerate(conversations):
+            if one.failure or not self._fits(one):
+                continue
+            if one.demonstration is None:
+                able.append(i)
+            else:
+                turns[i] = self._demonstrated(one.demonstration, sampling)
 
         def begins(i: int) -> tuple[str, tuple[int, ...], int]:
             one = conversations[i]
@@ -344,12 +395,19 @@ class ConversationGenerator:
             alike = [conversations[i] for i in rows]
             piece = next_piece(sampling, alike[0].begun, most)
             requests.append(self._request(alike, [c.key for c in alike], tokens, piece))
-        turns: list[Turn | None] = [None] * len(conversations)
         submitted = await asyncio.gather(*(submissions.submit(request) for request in requests))
         for (*_, rows), samples in zip(groups, submitted, strict=True):
             for i, turn in zip(rows, samples, strict=True):
                 turns[i] = turn
         return turns
+
+    def _demonstrated(self, text: str, sampling: Sampling) -> Turn:
+        """Return an answer of the data as one that was sampled; cut where sampling would end it."""
+        tokens = [*self.template.encode(text), self.tokenizer.eos_token_id]
+        reason = "stop" if len(tokens) <= sampling.max_tokens else "length"
+        tokens, turn = tokens[: sampling.max_tokens], Turn()
+        turn.set_result(Completion(tokens, [0.0] * len(tokens), reason, versions=[]))
+        return turn
 
     def _request(
         self,

@@ -69,6 +69,8 @@ def to_columns(
         output["measured"] = [m for m, s in zip(measured, steps, strict=True) for _ in s]
     if any(t.feedback for t in rows):
         output["feedback"] = [t.feedback for t in rows]
+    if any(t.demonstrated for t in rows):
+        output["demonstrated"] = [t.demonstrated for t in rows]
     if any(t.reward_terms for t in rows):
         output["reward_terms"] = [t.reward_terms for t in rows]
     return output

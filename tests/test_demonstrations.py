@@ -1,0 +1,161 @@
+"""Runs in which some samples of a prompt are answers that the data gives."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl import config as cfg
+from jaxrl.audit import main as audit
+from jaxrl.data.recorded import read_rollouts, rollouts_path
+from jaxrl.envs.toys.sort_digits import prompts
+from jaxrl.replay import main as replay
+from jaxrl.train import BasePPOExp, exit_status, train
+from jaxrl.training.rewards import advantages_of, make_estimate
+from jaxrl.types import TrainBatch
+from tests.test_resume import InterruptedExp
+from tests.test_train import assert_bitwise_equal, metric_lines, small
+
+ONE = {"generator.demonstrations": True, "trainer.algorithm.use_kl_loss": False}
+
+
+def demonstrated(folder, loss="luffy", **settings):
+    """A small run; the rows of odd numbers have an answer, as a text or as a message."""
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for number, row in enumerate(prompts(64, seed=0)):
+        answer = row["reward_spec"]["ground_truth"]
+        message = [{"role": "assistant", "content": answer}]
+        rows.append({**row, "completion": (None, answer, None, message)[number % 4]})
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"data.train_data": [str(data)], "trainer.algorithm.policy_loss_type": loss}
+    if loss == "chord":
+        fields["trainer.algorithm.loss_reduction"] = "token_mean"
+    return small(folder, **{**ONE, **fields, **settings})
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("loss", ["luffy", "chord"])
+def test_the_last_sample_is_the_rows_answer_and_the_run_is_resumed_and_replayed(tmp_path, loss):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        exit_status(InterruptedExp, demonstrated(stopped, loss))
+    resumed, other = (train(demonstrated(folder, loss)) for folder in (stopped, whole))
+    assert metric_lines(stopped) == metric_lines(whole)
+    assert_bitwise_equal(resumed.state, other.state)
+    run = cfg.run_folder(demonstrated(whole, loss).trainer)
+    seen = 0
+    for step in range(1, 5):
+        output, uids = read_rollouts(rollouts_path(run, step))[:2]
+        answers = {p.uid: p.extras for p in other.train_prompts}
+        for row, uid in enumerate(uids):
+            known = answers[uid].get("completion")
+            given = row % 4 == 3 and known is not None
+            assert output["demonstrated"][row] == given
+            if given:
+                truth = answers[uid]["reward_spec"]["ground_truth"]
+                ids = output["response_ids"][row]
+                assert other.tokenizer.decode(ids, skip_special_tokens=True) == truth
+                assert ids[-1] == other.tokenizer.eos_token_id
+                assert np.sum(output["rewards"][row]) == pytest.approx(1)
+                seen += 1
+    assert seen
+    lines = [line for line in metric_lines(whole) if "reward/avg_raw_reward" in line]
+    known = [line["reward/demonstrated"] for line in lines if "reward/demonstrated" in line]
+    assert known == pytest.approx([1] * len(known))
+    assert len(known) > 1
+    assert all(line["reward/avg_raw_reward"] < 0.7 for line in lines)  # of what was sampled
+    # where nobody sampled, sampler and trainer are not compared
+    name = "policy/rollout_train_logprobs_abs_diff_max"
+    assert all(line[name] < 1e-4 for line in lines)
+    assert audit([str(run)]) == 0
+    assert replay([str(run)]) == 0
+
+
+def test_samples_are_compared_with_demonstrations_or_not():
+    """Rewards 0, 1 and a demonstration's 2: mean 1, or of the samples alone 0.5."""
+    algorithm = cfg.AlgorithmConfig(advantage_estimator="grpo", grpo_norm_by_std=False)
+    ones = np.ones((6, 1), np.float32)
+    batch = TrainBatch(
+        tokens=ones.astype(np.int32),
+        lengths=np.ones(6, np.int32),
+        response_mask=ones,
+        loss_mask=ones,
+        rewards=np.array([[0], [1], [2], [0], [4], [5]], np.float32),
+        rollout_log_probs=-ones,
+        index=np.array([0, 0, 0, 1, 1, 1], np.int32),
+        policy_versions=np.zeros(6, np.int32),
+        row_ids=np.arange(6, dtype=np.int32),
+        demonstrated=np.array([False, False, True] * 2),
+    )
+    estimate = make_estimate(algorithm)
+    _, advantages, _ = advantages_of(estimate, batch)
+    np.testing.assert_allclose(advantages[:, 0], [-1, 0, 1, -3, 1, 2])
+    _, advantages, _ = advantages_of(estimate, batch, apart=True)
+    np.testing.assert_allclose(advantages[~batch.demonstrated, 0], [-0.5, 0.5, -2, 2])
+
+
+def test_an_answer_is_cut_where_sampling_would_end_it(tmp_path):
+    """Four digits and their end are five tokens; three are the most."""
+    settings = {
+        "generator.sampling_params.max_generate_length": 3,
+        "trainer.max_training_steps": 1,
+        **dict.fromkeys(("trainer.eval_interval", "trainer.ckpt_interval"), -1),
+        "trainer.hf_save_interval": -1,
+    }
+    config = demonstrated(tmp_path, **settings)
+    train(config)
+    output, _ = read_rollouts(rollouts_path(cfg.run_folder(config.trainer), 1))
+    given = np.array(output["demonstrated"])
+    assert given.any()
+    for row in np.flatnonzero(given):
+        assert len(output["response_ids"][row]) == 3
+        assert output["stop_reasons"][row] == "length"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"generator.demonstrations": False},
+            "policy_loss_type='luffy': learns from demonstrations",
+        ),
+        (
+            {"generator.n_samples_per_prompt": 1},
+            "demonstrations=True: with generator.n_samples_per_prompt=1",
+        ),
+        (
+            {"trainer.algorithm.policy_loss_type": "regular"},
+            "=True: policy_loss_type='regular' takes them for sampled",
+        ),
+        ({"generator.max_turns": 2}, "=True: is for generator.max_turns=1"),
+        ({"trainer.exact": "log_probs"}, "=True: is for trainer.exact='off'"),
+        ({"trainer.fully_async.enabled": True}, "=True: is for trainer.fully_async.enabled=False"),
+        (
+            {"trainer.algorithm.old_log_probs": "rollout"},
+            "=True: is for trainer.algorithm.old_log_probs='trainer'",
+        ),
+        (
+            {"trainer.algorithm.policy_loss_kwargs": {"gamma": 0.0}},
+            "policy_loss_kwargs.gamma.*must be positive",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, settings, said):
+    with pytest.raises(ValueError, match=said):
+        cfg.validate(cfg.resolve(demonstrated(tmp_path, **settings)))
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [(None, "has a column 'completion' with an answer"), (7, "rows.jsonl.*one message .*not 7")],
+)
+def test_data_without_answers_or_with_other_things_is_refused(tmp_path, capsys, column, said):
+    config = demonstrated(tmp_path)
+    data = tmp_path / "rows.jsonl"
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    data.write_text("".join(json.dumps({**row, "completion": column}) + "\n" for row in rows))
+    assert exit_status(BasePPOExp, config) == 2
+    assert re.search(said, capsys.readouterr().err)
