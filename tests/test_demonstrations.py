@@ -132,7 +132,10 @@ def test_an_answer_is_cut_where_sampling_would_end_it(tmp_path):
         ),
         ({"generator.max_turns": 2}, "=True: is for generator.max_turns=1"),
         ({"trainer.exact": "log_probs"}, "=True: is for trainer.exact='off'"),
-        ({"trainer.fully_async.enabled": True}, "=True: is for trainer.fully_async.enabled=False"),
+        (
+            {"trainer.fully_async.enabled": True, "trainer.policy_mini_batch_size": 4},
+            "=True: is for trainer.fully_async.enabled=False",
+        ),
         (
             {"trainer.algorithm.old_log_probs": "rollout"},
             "=True: is for trainer.algorithm.old_log_probs='trainer'",
