@@ -66,7 +66,8 @@ def test_the_last_sample_is_the_rows_answer_and_the_run_is_resumed_and_replayed(
     known = [line["reward/demonstrated"] for line in lines if "reward/demonstrated" in line]
     assert known == pytest.approx([1] * len(known))
     assert len(known) > 1
-    assert all(line["reward/avg_raw_reward"] < 0.7 for line in lines)  # of what was sampled
+    for name in ("reward/avg_raw_reward", "environment/exact"):
+        assert all(line[name] < 0.24 for line in lines)  # of what was sampled
     # where nobody sampled, sampler and trainer are not compared
     name = "policy/rollout_train_logprobs_abs_diff_max"
     assert all(line[name] < 1e-4 for line in lines)
@@ -133,7 +134,11 @@ def test_an_answer_is_cut_where_sampling_would_end_it(tmp_path):
         ({"generator.max_turns": 2}, "=True: is for generator.max_turns=1"),
         ({"trainer.exact": "log_probs"}, "=True: is for trainer.exact='off'"),
         (
-            {"trainer.fully_async.enabled": True, "trainer.policy_mini_batch_size": 4},
+            {
+                "trainer.fully_async.enabled": True,
+                "trainer.fully_async.max_staleness_steps": 0,
+                "trainer.policy_mini_batch_size": 4,
+            },
             "=True: is for trainer.fully_async.enabled=False",
         ),
         (

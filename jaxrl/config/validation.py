@@ -795,7 +795,7 @@ def _check_demonstrations(config: TrainConfig) -> None:
         fix = "with generator.n_samples_per_prompt=1 nothing would be sampled; set more"
         fail(field, True, fix)
     loss = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
-    if not (row.demonstrations if row else asks_for(loss, "demonstrated")):
+    if not asks_for(loss, "demonstrated"):
         name = algorithm.policy_loss_type
         fix = f"policy_loss_type={name!r} takes them for sampled; set 'luffy' or 'chord', or a"
         fail(field, True, f"{fix} loss of yours that asks for `demonstrated`")

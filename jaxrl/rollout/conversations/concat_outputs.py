@@ -29,9 +29,12 @@ def concat_batch(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:
     if measured is None:
         return whole
     last = whole.get("is_last_step", [True] * len(measured))
-    ended = [Measured(*m) for m, is_last in zip(measured, last, strict=True) if is_last]
-    refuse_all_failed([m.failure for m in ended])
-    return {**whole, "rollout_metrics": batch_metrics(ended)}
+    given = whole.get("demonstrated", [False] * len(measured))
+    ended = [
+        (Measured(*m), g) for m, g, is_last in zip(measured, given, last, strict=True) if is_last
+    ]
+    refuse_all_failed([m.failure for m, _ in ended])
+    return {**whole, "rollout_metrics": batch_metrics([m for m, g in ended if not g])}
 
 
 def concat_outputs(parts: Sequence[GeneratorOutput]) -> GeneratorOutput:

@@ -40,7 +40,11 @@ def to_columns(
     rows = [row for trajectory in steps for row in trajectory]
     measured = [_measured(t) for t in trajectories]
     # an environment has no numbers yet of samples that go on in the next step
-    ended = [m for m, t in zip(measured, trajectories, strict=True) if t.stop_reason != CARRIED]
+    ended = [
+        m
+        for m, t in zip(measured, trajectories, strict=True)
+        if t.stop_reason != CARRIED and not t.demonstrated
+    ]
     per_token: dict[str, list[Any] | None] = {
         column.name: [getattr(row, column.field) for row in rows]
         for column in TOKEN_COLUMNS
