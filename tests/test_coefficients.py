@@ -25,6 +25,7 @@ ADAPTIVE = {
 }
 
 
+@pytest.mark.slow  # three runs; tests/test_memory.py resumes what is kept between steps
 def test_the_coefficient_of_the_entropy_is_resumed(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):

@@ -204,6 +204,7 @@ def test_an_environment_of_a_script_needs_not_be_importable(pool, tmp_path, monk
         assert asyncio.run(ask(env_class)) == [1.0, 0.0]
 
 
+@pytest.mark.slow  # it waits until the time is up
 def test_a_call_that_hangs_costs_its_own_conversation(pool, caplog):
     before = set(numbers_of_processes(pool, 2))
     prompts = [says("FaultyEnv", "0:0", fault="hangs"), TALK, TALK, TALK]

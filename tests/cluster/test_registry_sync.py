@@ -45,6 +45,7 @@ def has_batch_statistics(name):
 # ------------------------------------------------------------------ anywhere, everywhere
 
 
+@pytest.mark.slow  # starts the cluster again
 def test_registered_before_ray_and_kept_over_a_shutdown(cluster):
     assert cluster(0, value, "early") == cluster(1, value, "early") == 7 * 2
 

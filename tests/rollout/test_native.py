@@ -125,6 +125,7 @@ def assert_same(completions, expected):
 # ------------------------------------------------------------------ the trainer's forward
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probs_of_sampled_tokens_equal_the_trainers(name):
     completions = engine_of(name).generate(requests())
