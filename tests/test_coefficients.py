@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.train import BasePPOExp, exit_status, train
+from jaxrl.train import BasePPOExp, exit_status
 from jaxrl.trainer import Trainer
-from tests.test_resume import InterruptedExp
-from tests.test_train import assert_bitwise_equal, metric_lines, small
+from tests.test_resume import stopped_as_whole
+from tests.test_train import metric_lines, small
 
 ADAPTIVE = {
     "trainer.algorithm.use_entropy_loss": True,
@@ -27,12 +27,7 @@ ADAPTIVE = {
 
 @pytest.mark.slow  # three runs; tests/test_memory.py resumes what is kept between steps
 def test_the_coefficient_of_the_entropy_is_resumed(tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    with pytest.raises(KeyboardInterrupt):
-        exit_status(InterruptedExp, small(stopped, **ADAPTIVE))
-    resumed, other = (train(small(folder, **ADAPTIVE)) for folder in (stopped, whole))
-    assert metric_lines(stopped) == metric_lines(whole)
-    assert_bitwise_equal(resumed.state, other.state)
+    whole, _ = stopped_as_whole(tmp_path, lambda folder: small(folder, **ADAPTIVE))
     used = [x["policy/entropy_coef"] for x in metric_lines(whole) if "policy/entropy_coef" in x]
     np.testing.assert_allclose(used, [0.03, 0.04, 0.045, 0.045], rtol=1e-6)  # of the step after
 

@@ -14,8 +14,8 @@ from jaxrl.replay import main as replay
 from jaxrl.train import BasePPOExp, exit_status, train
 from jaxrl.training.rewards import advantages_of, make_estimate
 from jaxrl.types import TrainBatch
-from tests.test_resume import InterruptedExp
-from tests.test_train import assert_bitwise_equal, metric_lines, small
+from tests.test_resume import stopped_as_whole
+from tests.test_train import metric_lines, small
 
 ONE = {"generator.demonstrations": True, "trainer.algorithm.use_kl_loss": False}
 
@@ -39,12 +39,7 @@ def demonstrated(folder, loss="luffy", **settings):
 @pytest.mark.some(1)
 @pytest.mark.parametrize("loss", ["luffy", "chord"])
 def test_the_last_sample_is_the_rows_answer_and_the_run_is_resumed_and_replayed(tmp_path, loss):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    with pytest.raises(KeyboardInterrupt):
-        exit_status(InterruptedExp, demonstrated(stopped, loss))
-    resumed, other = (train(demonstrated(folder, loss)) for folder in (stopped, whole))
-    assert metric_lines(stopped) == metric_lines(whole)
-    assert_bitwise_equal(resumed.state, other.state)
+    whole, other = stopped_as_whole(tmp_path, lambda folder: demonstrated(folder, loss))
     run = cfg.run_folder(demonstrated(whole, loss).trainer)
     seen = 0
     for step in range(1, 5):

@@ -13,10 +13,10 @@ from jaxrl.envs.toys import sort_digits
 from jaxrl.envs.toys.sort_digits import prompts
 from jaxrl.models import hf
 from jaxrl.sft import sft
-from jaxrl.train import BasePPOExp, exit_status, train
+from jaxrl.train import BasePPOExp, train
 from tests import test_sft
-from tests.test_resume import InterruptedExp
-from tests.test_train import ROOT, assert_bitwise_equal, metric_lines, small
+from tests.test_resume import stopped_as_whole
+from tests.test_train import ROOT, metric_lines, small
 
 DISTILL = {
     "trainer.algorithm.advantage_estimator": "on_policy_distillation",
@@ -177,12 +177,7 @@ def test_hindsight_is_resumed_to_the_bit(tmp_path, top_k):
         "trainer.algorithm.distillation.top_k": top_k,
         "data.train_data": [f"{__name__}:told_prompts(size=64, seed=0)"],
     }
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    with pytest.raises(KeyboardInterrupt):
-        exit_status(InterruptedExp, small(stopped, **settings))
-    resumed, other = (train(small(folder, **settings)) for folder in (stopped, whole))
-    assert metric_lines(stopped) == metric_lines(whole)
-    assert_bitwise_equal(resumed.state, other.state)
+    whole, _ = stopped_as_whole(tmp_path, lambda folder: small(folder, **settings))
     found = divergences(whole)
     assert len(found) == 4 and all(np.isfinite(found)) and min(found) > 0
     taught = [x["policy/taught_tokens"] for x in metric_lines(whole) if "policy/taught_tokens" in x]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxrl.train import BasePPOExp, exit_status, train
-from tests.test_resume import TALKS, InterruptedExp
-from tests.test_train import assert_bitwise_equal, metric_lines, small
+from jaxrl.train import BasePPOExp, exit_status
+from tests.test_resume import TALKS, stopped_as_whole
+from tests.test_train import small
 
 
 def even(action, **_):
@@ -30,12 +30,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_resumed_to_the_bit(tmp_path, name):
     settings = {**RUNS[name], "trainer.algorithm.advantage_estimator": name}
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    with pytest.raises(KeyboardInterrupt):
-        exit_status(InterruptedExp, small(stopped, **settings))
-    resumed, other = (train(small(folder, **settings)) for folder in (stopped, whole))
-    assert metric_lines(stopped) == metric_lines(whole)
-    assert_bitwise_equal(resumed.state, other.state)
+    stopped_as_whole(tmp_path, lambda folder: small(folder, **settings))
 
 
 def test_a_reward_without_a_name_is_refused_where_each_counts(tmp_path, capsys):

@@ -41,6 +41,24 @@ class InterruptedExp(BasePPOExp):
         return InterruptedTrainer(*args, **kwargs)
 
 
+def stopped_as_whole(tmp_path, config_of):
+    """Train twice, once with a stop in step 4; the two have the same metrics and bits.
+
+    Args:
+        config_of: folder -> config.
+
+    Returns:
+        The folder of the run that was not stopped, and its trainer.
+    """
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        exit_status(InterruptedExp, config_of(stopped))
+    resumed, other = (train(config_of(folder)) for folder in (stopped, whole))
+    assert metric_lines(stopped) == metric_lines(whole)
+    assert_bitwise_equal(resumed.state, other.state)
+    return whole, other
+
+
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
     folder, whole = finished
     with pytest.raises(KeyboardInterrupt, match="^the same command resumes after step 2$"):
