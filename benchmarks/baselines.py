@@ -264,11 +264,11 @@ def recorded(task: str) -> list[Summary]:
 
 def with_table(page: str, task: str, rows: str) -> str:
     """Return the text of a page with the rows between the marks of a task."""
-    begin, end = f"<!-- {task} -->\n", "\n<!-- end -->"
+    begin, end = f"<!-- {task} -->\n", "<!-- end -->"
     before, mark, rest = page.partition(begin)
     if not mark:
         raise ValueError(f"{PAGE} has no line {begin.strip()!r}")
-    return f"{before}{begin}{rows}{end}{rest.partition(end)[2]}"
+    return f"{before}{begin}{rows}\n{end}{rest.partition(end)[2]}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -42,6 +42,11 @@ def test_every_default_equals_skyrls_or_is_listed(file):  # quick, and often cha
     assert not check_file(file, FOLDER, DIFFERENCES).failed
 
 
+def test_corrections_equal_skyrls_or_are_listed():  # few cases of a config that has grown
+    report = check_file("off_policy_correction", FOLDER, DIFFERENCES, 3)
+    assert report.passed and not report.failed
+
+
 @pytest.mark.slow
 def test_every_case_equals_skyrl_or_is_listed():
     assert main([str(FOLDER)]) == 0

@@ -238,7 +238,8 @@ def worker_minibatch(case: Case) -> TrainBatch:
 
 def off_policy(case: Case, bits: int) -> Outputs:
     x = floats(case, bits)
-    weights, mask, metrics = correct(case, x, x.loss_mask, namespace(case["config"], ALGORITHM))
+    config = namespace(case["config"], ALGORITHM.off_policy_correction)
+    weights, mask, metrics = correct(case, x, x.loss_mask, config)
     found = within(case, bits, {"loss_mask": mask})
     if f"tis_ratio{bits}" in case.o:
         valid = case.i["loss_mask"] != 0  # SkyRL's weights of masked tokens are of no meaning
