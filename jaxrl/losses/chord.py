@@ -6,16 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.array_ops import (
-    Array,
-    BoolB,
-    FloatBT,
-    MaskBT,
-    assert_per_token,
-    safe_exp,
-    zero_masked,
-)
-from jaxrl.losses.regular import clipped_surrogate
+from jaxrl.array_ops import Array, BoolB, FloatBT, MaskBT, safe_exp, zero_masked
+from jaxrl.losses.regular import regular
 from jaxrl.losses.row import Loss, Problem, hyperparameters, odd_bounds, surrogate
 
 
@@ -56,11 +48,9 @@ def chord(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
     """
-    assert_per_token(log_probs, old_log_probs, advantages)
+    loss, metrics = regular(log_probs, old_log_probs, advantages, config, loss_mask)
     mask = jnp.ones_like(log_probs) if loss_mask is None else loss_mask
-    log_probs, old_log_probs, advantages = zero_masked(mask, log_probs, old_log_probs, advantages)
-    ratio = safe_exp(log_probs - old_log_probs)
-    loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
+    (log_probs,) = zero_masked(mask, log_probs)
     rows = jnp.zeros(len(mask), bool) if demonstrated is None else demonstrated
     given = jnp.broadcast_to(rows[:, None], mask.shape)
     probability = jax.lax.stop_gradient(safe_exp(log_probs))
@@ -70,7 +60,7 @@ def chord(
         for weight, part in ((mu, given), (1 - mu, ~given))
     )
     mixed = jnp.where(given, -of_given * phi * log_probs, of_sampled * loss)
-    return mixed, {"clip_ratio": clipped & ~given}
+    return mixed, {"clip_ratio": metrics["clip_ratio"] & ~given}
 
 
 def _formula(config: Any) -> str:

@@ -5,16 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.array_ops import (
-    Array,
-    BoolB,
-    FloatBT,
-    MaskBT,
-    assert_per_token,
-    safe_exp,
-    zero_masked,
-)
-from jaxrl.losses.regular import clipped_surrogate
+from jaxrl.array_ops import Array, BoolB, FloatBT, MaskBT, safe_exp, zero_masked
+from jaxrl.losses.regular import regular
 from jaxrl.losses.row import Loss, Problem, hyperparameters, odd_bounds, surrogate
 
 
@@ -53,18 +45,16 @@ def luffy(
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
     """
-    assert_per_token(log_probs, old_log_probs, advantages)
-    log_probs, old_log_probs, advantages = zero_masked(
-        loss_mask, log_probs, old_log_probs, advantages
-    )
-    ratio = safe_exp(log_probs - old_log_probs)
-    loss, clipped = clipped_surrogate(ratio, advantages, config.eps_clip_low, config.eps_clip_high)
+    loss, metrics = regular(log_probs, old_log_probs, advantages, config, loss_mask)
     if demonstrated is None:
-        return loss, {"clip_ratio": clipped}
+        return loss, metrics
     given = demonstrated[:, None]
+    log_probs, advantages = zero_masked(loss_mask, log_probs, advantages)
     probability = safe_exp(log_probs)
     shaped = probability / (probability + gamma)
-    return jnp.where(given, -shaped * advantages, loss), {"clip_ratio": clipped & ~given}
+    return jnp.where(given, -shaped * advantages, loss), {
+        "clip_ratio": metrics["clip_ratio"] & ~given
+    }
 
 
 def _formula(config: Any) -> str:
