@@ -10,12 +10,12 @@ Claim: the tables of docs/baselines.md; a second run of a command gives the same
 are put there, and all runs into docs/curves/baselines_TASK.jsonl; with --only beside those of other
 methods.
 
-The model of configs/quickstart.py sorts two digits from random weights, as in
-`benchmarks/sort_digits.py`: 100 steps of 16 prompts x 16 samples, four updates a step, of which all
-but the first are off policy; entropy bonus 0.1 (0.02 where advantages are not divided by their
-deviation), no KL but where the method is one. Each method is trained at three learning rates with
-two seeds, then at the best of them with five others. With a critic it is the policy's shape, from
-random weights, at the default rate. It goes on where it was stopped, see docs/sweeps.md.
+The model of configs/quickstart.py sorts two digits from random weights: 100 steps of 16 prompts x
+16 samples, four updates a step, of which all but the first are off policy; entropy bonus 0.1 (0.02
+where advantages are not divided by their deviation), no KL but where the method is one. Each method
+is trained at three learning rates with two seeds, then at the best of them with five others. With a
+critic it is the policy's shape, from random weights, at the default rate. It goes on where it was
+stopped, see docs/sweeps.md.
 
 What some methods claim is of another task, where they have one learning rate and three seeds:
 
@@ -36,7 +36,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sort_digits import QUICKSTART, make_config
 from jaxrl import config as cfg
 from jaxrl.config import load_config_file, to_train_config
 from jaxrl.files import replace_text
@@ -45,7 +44,8 @@ from jaxrl.tools.sweep.summary import Summary, picture, summary, table
 from jaxrl.tools.sweep.sweep import sweep
 from jaxrl.tools.sweep.units import Outcome
 
-PAGE = Path(__file__).parent.parent / "docs" / "baselines.md"
+CONFIGS = Path(__file__).parent.parent / "configs"
+PAGE = CONFIGS.with_name("docs") / "baselines.md"
 LRS, TUNING_SEEDS, SEEDS = (1e-3, 3e-3, 1e-2), (11, 12), (1, 2, 3, 4, 5)
 STEPS = 100
 UNSCALED = "+entropy_loss_coef=0.02"
@@ -146,9 +146,36 @@ def placed(action: str, extras: Mapping[str, Any]) -> float:
     return sum(a == b for a, b in zip(action, answer, strict=False)) / len(answer)
 
 
-def sort_digits(steps: int) -> cfg.TrainConfig:
+def sort_digits(steps: int, seed: int = 0, folder: Path = Path("runs")) -> cfg.TrainConfig:
     """Make the config of the task that most methods have."""
-    return make_config({}, 0, steps, Path("runs"))
+    source = "jaxrl.envs.toys.sort_digits:prompts(size={}, length=2, split='{}')"
+    changes = {
+        "data.train_data": [source.format(90, "train")],
+        "data.val_data": [source.format(9, "eval")],
+        "trainer.seed": seed,
+        "trainer.epochs": steps,
+        "trainer.max_training_steps": steps,
+        "trainer.train_batch_size": 16,
+        "trainer.policy_mini_batch_size": 8,
+        "trainer.update_epochs_per_batch": 2,
+        "trainer.policy.optimizer_config.num_warmup_steps": 10,
+        "trainer.policy.optimizer_config.lr": 3e-3,
+        "trainer.algorithm.advantage_estimator": "grpo",
+        "trainer.algorithm.gamma": 1.0,
+        "trainer.eval_before_train": False,
+        "trainer.eval_interval": steps,
+        "trainer.ckpt_interval": -1,
+        "trainer.hf_save_interval": -1,
+        "trainer.print_example_interval": -1,
+        "trainer.logger": "console",
+        "trainer.run_name": "run",
+        "trainer.log_path": str(folder),
+        "trainer.ckpt_path": str(folder / "checkpoints"),
+        "trainer.export_path": str(folder / "exports"),
+    }
+    return cfg.apply_overrides(
+        to_train_config(load_config_file(str(CONFIGS / "quickstart.py"))), changes
+    )
 
 
 def stale_digits(steps: int) -> cfg.TrainConfig:
@@ -174,7 +201,7 @@ def sort_digits_by_rewards(steps: int) -> cfg.TrainConfig:
 
 def guess_number(steps: int) -> cfg.TrainConfig:
     """Make the config of the task with several turns, with four updates a step as sorting has."""
-    config = load_config_file(str(QUICKSTART.with_name("guess_number.py")))
+    config = load_config_file(str(CONFIGS / "guess_number.py"))
     changes = {
         "data.train_data": ["jaxrl.envs.toys.guess_number:prompts(size=800, seed=0, highest=6)"],
         "data.val_data": ["jaxrl.envs.toys.guess_number:prompts(size=80, seed=1, highest=6)"],

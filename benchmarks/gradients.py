@@ -4,11 +4,11 @@
 
 Claim: the picture of docs/replay.md and what is said of it; `--json` has its numbers.
 
-The task is that of `benchmarks/sort_digits.py`: 40 steps of 16 prompts x 16 samples, four passes
-over the batch, trained by `decoupled_ppo` with rollouts that are one step old, so that the sampler,
-the policy before the step and that of the update are three. Compared are the gradients of the last
-update of the last step, whose batch the run recorded, by `jaxrl.compare`. A run that is in --out is
-not made again.
+The task is `sort_digits` of `benchmarks/baselines.py`: 40 steps of 16 prompts x 16 samples, four
+passes over the batch, trained by `decoupled_ppo` with rollouts that are one step old, so that the
+sampler, the policy before the step and that of the update are three. Compared are the gradients of
+the last update of the last step, whose batch the run recorded, by `jaxrl.compare`. A run that is in
+--out is not made again.
 
     losses        all, with the estimator grpo and the settings of `benchmarks.baselines`
     regular, ...  the loss regular with a term of the objective that changes its gradient
@@ -29,7 +29,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from benchmarks import baselines
-from benchmarks.sort_digits import make_config
 from jaxrl import config as cfg
 from jaxrl.advantages import ROWS as ESTIMATORS
 from jaxrl.compare import as_json, check_picture, compare, described, heat_map, table
@@ -81,8 +80,9 @@ def choices() -> dict[str, tuple[str, str]]:
 
 def record(folder: Path, steps: int) -> Path:
     """Train and record, where it has not been done; return the folder of the run."""
-    config = make_config({"policy_loss_type": TRAINS}, 1, steps, folder)
+    config = baselines.sort_digits(steps, 1, folder)
     changes = {
+        "trainer.algorithm.policy_loss_type": TRAINS,
         "trainer.policy_mini_batch_size": 16,  # an asynchronous run has one
         "trainer.update_epochs_per_batch": 4,
         "trainer.policy.optimizer_config.scheduler": "constant_with_warmup",

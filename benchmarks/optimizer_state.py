@@ -7,8 +7,8 @@ those of a moment, makes the same updates on the same batches, with the moments 
 `trainer.policy.optimizer_config.state_dtype` in each form: bytes of the moments per parameter, how
 far the parameters end from those of float32, as a share of how far those moved, and the loss on
 held-out sums. "rounding" is float32 again, with gradients summed in other parts: how far runs part
-that differ in nothing but the order of sums. Then the task of `benchmarks/sort_digits.py` (GRPO,
-100 steps): greedy reward on held-out digits.
+that differ in nothing but the order of sums. Then `sort_digits` of `benchmarks/baselines.py`
+(GRPO, 100 steps): greedy reward on held-out digits.
 
 Claim: losses in bfloat16 and int8 are not above float32's by more than other seeds' are.
 """
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import sort_digits
+from benchmarks import baselines
 from jaxrl.config import load_config_file
 from jaxrl.models.transformer import init_params
 from jaxrl.records.json_lines import read_lines
@@ -74,7 +74,7 @@ def supervised(form: str, seed: int, steps: int) -> tuple[dict[str, Any], Any, A
 def reinforced(state_dtype: str, seed: int, steps: int) -> float:
     """Run the GRPO task; return the greedy reward on held-out digits."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        config = sort_digits.make_config({}, seed, steps, Path(folder))
+        config = baselines.sort_digits(steps, seed, Path(folder))
         config.trainer.policy.optimizer_config.state_dtype = state_dtype
         train(config)
         return read_lines(Path(folder) / "run" / "metrics.jsonl")[-1]["eval/all/avg_score"]

@@ -49,8 +49,8 @@ reward above 0); the divergence D from a teacher is weighed as the loss is, over
 have one. Nothing else divides by a count. Corrections by their names in other systems:
 [off_policy.md](off_policy.md). Every run prints the objective that its config means. All settings
 are fields of `trainer.algorithm`. Functions of your own:
-[custom_algorithms.md](custom_algorithms.md). What each learns of a small task in 100 steps:
-[sort_digits.md](sort_digits.md).
+[custom_algorithms.md](custom_algorithms.md). What they learn of small tasks, with intervals:
+[baselines.md](baselines.md).
 
 A_t advantage, r_t ratio, m mask of the tokens that the policy sampled, sg[] no gradient.
 """
