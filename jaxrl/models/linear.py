@@ -49,6 +49,22 @@ class LoraWeight(struct.PyTreeNode):
         )
 
 
+class LoraStack(struct.PyTreeNode):
+    """Hold a matrix and adapters of S models, of which each row has one, for sampling.
+
+        y = x w + (x a_i) b_i
+
+    With b times its scale, all of one rank; i is the row's place in the stack.
+
+    Example: w [D, H, h], a [D, S, r], b [S, r, H, h], rows [B].
+    """
+
+    w: jax.Array  # [in..., out...]
+    a: jax.Array  # [in..., S, r]
+    b: jax.Array  # [S, r, out...]
+    rows: Array | None = None  # [B]; None = not known yet
+
+
 class QuantisedWeight(struct.PyTreeNode):
     """Hold a matrix in 8 bits: values times a scale for each output channel.
 
@@ -62,7 +78,7 @@ class QuantisedWeight(struct.PyTreeNode):
 
 
 Weight = jax.Array | LoraWeight
-SampledWeight = Weight | QuantisedWeight  # of a layer that samples, too
+SampledWeight = Weight | QuantisedWeight | LoraStack  # of a layer that samples, too
 # by the name of a kind of 8 bits: what holds them, and its largest value
 EIGHT_BITS = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 
@@ -125,6 +141,11 @@ def project(x: jax.Array, w: SampledWeight, contract: int = 1) -> jax.Array:
         return project(x, w.w, contract) + project(times(low_rank, w.scale), w.b)
     if isinstance(w, QuantisedWeight):
         return _project_quantised(x, w, contract)
+    if isinstance(w, LoraStack):
+        assert w.rows is not None
+        low_rank = project(x, w.a, contract)  # [B, T, S, r], of all models
+        mine = w.rows[:, None, None, None] == jnp.arange(w.a.shape[-2])[:, None]
+        return project(x, w.w, contract) + project(jnp.where(mine, low_rank, 0), w.b, 2)
     inner = math.prod(w.shape[:contract])
     out = multiply(x.reshape(-1, inner), w.reshape(inner, -1))
     return out.reshape(*x.shape[:2], *w.shape[contract:])
@@ -231,6 +252,17 @@ def drop_out(x: jax.Array, keys: jax.Array | None, rate: float) -> jax.Array:
         return x
     keep = jax.vmap(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[2:])))(keys)
     return jnp.where(keep, x / (1 - rate), 0)
+
+
+def of_rows(params: Any, rows: Array | None) -> Any:
+    """Return parameters whose stacks of adapters know which one each row has, [B]."""
+    if rows is None:
+        return params
+
+    def known(w: Any) -> Any:
+        return w.replace(rows=rows) if isinstance(w, LoraStack) else w
+
+    return jax.tree.map(known, params, is_leaf=lambda w: isinstance(w, LoraStack))
 
 
 def merge(params: Any) -> Any:

@@ -79,6 +79,19 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Name one of the adapters that an engine holds beside its base.
+
+    Attributes:
+        name: of its weights: what is cached of a prompt is found by requests with the same name.
+        place: where it was put.
+    """
+
+    name: str
+    place: int
+
+
+@dataclass(frozen=True)
 class Request:
     """Ask for n samples of one prompt.
 
@@ -94,6 +107,7 @@ class Request:
         references: tokens that the samples may repeat, as earlier answers, with -1 between two
             texts. An engine that guesses tokens looks in them.
         guesses: such an engine is to guess.
+        adapter: that is added to the base's weights; None = the base alone.
         constrain: makes the constraint of each sample; None = any token may come. All else is as
             ever: log-probs are of the distribution over the tokens that it allows.
 
@@ -108,6 +122,7 @@ class Request:
     conversations: tuple[Future[None], ...] = field(default=(), compare=False)
     references: tuple[int, ...] = field(default=(), compare=False)
     guesses: bool = field(default=True, compare=False)
+    adapter: Adapter | None = None
     constrain: Callable[[], Constraint] | None = field(default=None, compare=False)
 
     @functools.cached_property

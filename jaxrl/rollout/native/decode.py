@@ -39,9 +39,10 @@ from jaxrl.models.attention import Segments, layer_views
 from jaxrl.models.exact import Tiles
 from jaxrl.models.exact_head import exact_logits, exact_scores_of_logits
 from jaxrl.models.experts import Routing
+from jaxrl.models.lora import LoraConfig, adapter_specs
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.paged_attention import Pages
-from jaxrl.models.linear import merge, quantise
+from jaxrl.models.linear import LoraStack, merge, of_rows, quantise
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,
@@ -148,6 +149,7 @@ class Rows(struct.PyTreeNode):
     history: Array | None = None  # [B, L] tokens up to last_token, then -1; None = nobody asks
     references: Array | None = None  # [B, H] of the request, then -1; None = there are none
     state: Array | None = None  # [B] where the row's state is; None = the model keeps none
+    adapter: Array | None = None  # [B] place of the row's adapter; None = there are none
     constrained: Array | None = None  # [B] bool; None = no row is
     allowed: Array | None = None  # [B, V / 8] bits of the ids that may come next; None = all
     features: Features = struct.field(pytree_node=False, default=Features())
@@ -171,6 +173,7 @@ class Prompts(struct.PyTreeNode):
     states: Places | None = None  # [M, W] of each tile; None = the model keeps none
     state_copies: Array | None = None  # [G n, 2] states (from, to)
     state_copied: Array | None = None  # [G, N + 1]
+    adapter: Array | None = None  # [M, W] place of the adapter of a tile's row
 
 
 PROGRESS = ("live", "last_token", "position", "count", "history")  # of Rows: what a block changes
@@ -278,6 +281,45 @@ def decode_layers(
     )
 
 
+def with_places(config: TransformerConfig, params: Params, lora: LoraConfig, places: int) -> Params:
+    """Return the decode layout, not fused, with empty places for adapters at their matrices."""
+    layers = list(params[STACKED])
+    for leaf, pair in adapter_specs(lora).items():
+        name = leaf.rpartition("/")[2]
+        *inputs, rank = pair["a"].shape[1:]
+        for number in _numbers(config, leaf):
+            w = layers[number][name]
+            stack = LoraStack(
+                w,
+                jnp.zeros((*inputs, places, rank), w.dtype),
+                jnp.zeros((places, *pair["b"].shape[1:]), w.dtype),
+            )
+            layers[number] = {**layers[number], name: stack}
+    return {**params, STACKED: tuple(layers)}
+
+
+def put_adapter(
+    config: TransformerConfig, layers: tuple, adapters: Params, scale: Array, place: Array
+) -> tuple:
+    """Return the layers with an adapter at a place."""
+    layers = tuple(map(dict, layers))
+    for leaf, pair in adapters.items():
+        name = leaf.rpartition("/")[2]
+        for i, number in enumerate(_numbers(config, leaf)):
+            of = layers[number][name]
+            a, b = pair["a"][i].astype(of.a.dtype), (scale * pair["b"][i]).astype(of.b.dtype)
+            layers[number][name] = of.replace(
+                a=of.a.at[..., place, :].set(a), b=of.b.at[place].set(b)
+            )
+    return layers
+
+
+def _numbers(config: TransformerConfig, leaf: str) -> Sequence[int]:
+    """Return the layers of a stack of adapters, as numbers of the model's."""
+    kinds = dict(layer_stacks(config))
+    return kinds[leaf.rpartition("/")[0]] if "/" in leaf else next(iter(kinds.values()))
+
+
 def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
     """Return the decode layout of the parameters that are not stacked."""
     whole = merge(params)
@@ -334,12 +376,13 @@ def decode(
     )
     settings: dict[str, Any] = {"placement": placement, "kernel": kernel}
     settings |= {"experts_kernel": experts_kernel, "rule_kernel": rule_kernel, "tiles": tiles}
-    layers = functools.partial(run_layers, config, params, **settings)
+    layers = functools.partial(run_layers, config, **settings)
 
     def prefill(chunk: Array, cache: Cache) -> Cache:
+        with_adapters = of_rows(params, None if prompts.adapter is None else prompts.adapter[chunk])
         of = (x[chunk] for x in (prompts.tokens, prompts.table, prompts.first, prompts.count))
         places = jax.tree.map(lambda x: x[chunk], prompts.states)
-        return layers(cache, *of, places)[1]
+        return layers(with_adapters, cache, *of, places)[1]
 
     def unfinished(carry: tuple[Array, Run]) -> Array:
         step, run = carry
@@ -367,7 +410,8 @@ def decode(
         left = rows.max_tokens - rows.count - run.block.count
         count = jnp.where(live, jnp.minimum(1 + (guesses >= 0).sum(axis=1), left), 0)
         tokens = jnp.concatenate([run.last_token[:, None], jnp.maximum(guesses, 0)], axis=1)
-        x, cache = layers(cache, tokens, rows.table, first, count, places)
+        of = of_rows(params, rows.adapter)
+        x, cache = layers(of, cache, tokens, rows.table, first, count, places)
         real = jnp.arange(tokens.shape[1]) < count[:, None]
         logits = logits_of(config, params, x, real, placement=placement, tiles=tiles)
         run = run.replace(cache=cache)

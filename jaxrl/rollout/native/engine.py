@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jaxrl import activity
 from jaxrl.models.exact import Tiles
+from jaxrl.models.lora import LoraConfig
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel.compilation import Call
 from jaxrl.rollout.native.decode import Block, Features, Rows, check_drafts
@@ -112,6 +113,7 @@ class NativeEngine(SampleThread):
             `tiles`, where no bit depends on what is guessed, also of its other samples so far.
         quantization, kv_cache_dtype: 8 bits of weights, and of keys and values, see `Programs`. The
             log-probs are those of what is computed with them.
+        lora, places: adapters beside the base, see `Programs`.
 
     Attributes:
         prefilled_tokens: computed so far, each time counted.
@@ -150,6 +152,8 @@ class NativeEngine(SampleThread):
         speculative_history: int = 0,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        lora: LoraConfig | None = None,
+        places: int = 0,
         programs: Callable[..., Programs] = Programs,
     ) -> None:
         super().__init__()
@@ -202,6 +206,8 @@ class NativeEngine(SampleThread):
             drafts=speculative_tokens,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            lora=lora,
+            places=places,
         )
         self.keep_routes = keep_routes
         self.table = SlotTable(
@@ -235,6 +241,19 @@ class NativeEngine(SampleThread):
             self.programs.load(params)
             self.version = self.table.version = version
             self.table.forget(self._queue, live=self.recompute_kv_on_update)
+        self._start()
+
+    def put_adapter(self, place: int, adapters: Params, scale: float) -> None:
+        """Put an adapter to a place, from the next block on; no sample in flight may have it.
+
+        Args:
+            place: from 1 on; at 0 there is none.
+            adapters: of `lora.adapter_specs`.
+            scale: alpha / rank.
+        """
+        with self._held():
+            self._land()
+            self.programs.put_adapter(place, adapters, scale)
         self._start()
 
     def sleep(self) -> None:
@@ -288,6 +307,9 @@ class NativeEngine(SampleThread):
                 stop strings without `decode_text`, or a constraint that no stop token could end.
         """
         request.check(self.max_model_len, self.decode_text is not None, constrains=True)
+        places = self.programs.places
+        if request.adapter is not None and not 0 < request.adapter.place < max(places, 1):
+            raise ValueError(f"{request.adapter}: the engine has places from 1 to {places - 1}")
 
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
         """Return how many tokens of each prompt the cache holds for any request.
@@ -297,7 +319,7 @@ class NativeEngine(SampleThread):
         if not self.table.share_prefixes:
             return super().known_prefixes(requests)
         with self._held():
-            return [self.table.known_prefix(request.prompt_tokens) for request in requests]
+            return [self.table.known_prefix(request) for request in requests]
 
     def room(self) -> int:
         """Return how many samples of other engines could begin at once; any thread may ask.
@@ -526,7 +548,8 @@ class NativeEngine(SampleThread):
                 new = table.tokens[slot, start : start + size]
                 pages, borders = table.fill(slot, size), table.borders(slot, start)
                 where = table.table[slot], start, new, int(table.state[slot]), begin, borders
-                chunk = max(chunk, plan.add(part, *where))
+                adapter = int(table.asked["adapter"][slot])
+                chunk = max(chunk, plan.add(part, *where, adapter=adapter))
                 chunk_of.update(((part, page), chunk) for page in pages)
                 for state in borders.values():
                     kept_in[part, state] = chunk
@@ -727,5 +750,8 @@ class NativeEngine(SampleThread):
             constrained=constrained,
             allowed=bits,
             features=features,
-            **{name: column[at] for name, column in table.asked.items()},
+            **{
+                name: column[at] if name != "adapter" or self.programs.places else None
+                for name, column in table.asked.items()
+            },
         )

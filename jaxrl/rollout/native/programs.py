@@ -25,6 +25,7 @@ from jaxrl.models.kernels.delta_rule import DELTA_RULE
 from jaxrl.models.kernels.grouped_product import GROUPED_PRODUCT
 from jaxrl.models.kernels.paged_attention import layout_of, paged_kernel
 from jaxrl.models.linear import QuantisedWeight
+from jaxrl.models.lora import LoraConfig
 from jaxrl.models.transformer import (
     FUSED,
     Params,
@@ -238,6 +239,7 @@ class Prefill:
         steps: of the block.
         copies: in each part, at most.
         states: of each part; 0 = the model keeps none.
+        places: of adapters; 0 = there are none.
     """
 
     def __init__(
@@ -250,6 +252,7 @@ class Prefill:
         steps: int,
         copies: int = 1,
         states: int = 0,
+        places: int = 0,
     ) -> None:
         self._parts, self._tile, self._steps = parts, shape.tile, steps
         chunk = (chunks, parts * shape.tiles)
@@ -258,6 +261,7 @@ class Prefill:
         self._table = np.zeros((*chunk, columns), np.int32)
         self._first = np.full(chunk, -1, np.int32)
         self._count = np.zeros(chunk, np.int32)
+        self._adapter, self._has_places = np.zeros(chunk, np.int32), places > 0
         self._tiles = [0] * parts
         self._copies: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]
         self._most_copies = copies
@@ -294,6 +298,7 @@ class Prefill:
         state: int | None = None,
         begin: int | None = None,
         borders: Mapping[int, int] = MappingProxyType({}),
+        adapter: int = 0,
     ) -> int:
         """Add neighbouring tokens of a row, from position `start` on; return their last chunk.
 
@@ -302,6 +307,7 @@ class Prefill:
             state: where the row's state is, of a model that keeps some.
             begin: where the state is that the tokens go on from; None = it is the row's.
             borders: positions up to which the state is kept once more, and where.
+            adapter: place of the row's.
         """
         chunk = 0
         for at in range(0, len(tokens), self._tile):
@@ -310,6 +316,7 @@ class Prefill:
             new = tokens[at : at + self._tile]
             self._tokens[place][: len(new)], self._table[place] = new, table
             self._first[place], self._count[place] = start + at, len(new)
+            self._adapter[place] = adapter
             if self._states is not None:
                 assert state is not None
                 goes_on = state if at or begin is None else begin
@@ -348,6 +355,7 @@ class Prefill:
             pace=np.int32(pace),
             copies=copies,
             copied=copied,
+            adapter=self._adapter if self._has_places else None,
             **states,
         )
 
@@ -388,6 +396,8 @@ class Programs:
         drafts: tokens that a step guesses of each row.
         quantization: 8 bits of the layers' matrices, "int8" or "fp8"; None = they are of `dtype`.
         kv_cache_dtype: of keys and values in pages, "fp8"; "auto" = `dtype`.
+        lora, places: adapters that rows may have beside the base, and how many are held; 0 = none.
+            The first place is of rows that have none.
 
     Attributes:
         length: tokens of the longest row that finds room.
@@ -418,6 +428,8 @@ class Programs:
         drafts: int = 0,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        lora: LoraConfig | None = None,
+        places: int = 0,
     ) -> None:
         placement = Placement(mesh, RULES)
         platform = platform or placement.platform
@@ -438,6 +450,12 @@ class Programs:
                 f"quantization={quantization!r}, kv_cache_dtype={kv_cache_dtype!r}: the exact mode "
                 "has the trainer's own weights, keys and values; set None and 'auto', or no tiles"
             )
+        if places and (mesh.size > 1 or tiles is not None or quantization is not None):
+            raise ValueError(
+                f"places={places}: adapters of rows are for an engine on one device, neither exact "
+                "nor quantised; give it one, and more engines for more devices"
+            )
+        self.lora, self.places = lora, places
         self.group_bytes, self._most_pages = group_bytes, pages
         self.parts = batch_devices(mesh, RULES)
         self.slots = round_up(slots, self.parts)
@@ -464,12 +482,25 @@ class Programs:
             tiles=tiles,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            fused=not places,
         )
 
     def load(self, params: Params) -> None:
-        """Take over a copy of the trainer's parameters, from whatever devices they are on."""
+        """Take over a copy of the trainer's parameters, from whatever devices they are on.
+
+        All places for adapters are empty then.
+        """
         self.params = None  # two decode copies never live together
         self.params = self.functions.load(params, self.group_bytes)
+        if self.places and self.lora is not None:
+            self.params = device.with_places(self.config, self.params, self.lora, self.places)
+
+    def put_adapter(self, place: int, adapters: Params, scale: float) -> None:
+        """Put an adapter to a place."""
+        assert self.params is not None
+        given = adapters, np.float32(scale), np.int32(place)
+        layers = self.functions.put_adapter(self.params[STACKED], *given)
+        self.params = {**self.params, STACKED: layers}
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
@@ -521,6 +552,7 @@ class Programs:
             steps=self.steps,
             copies=self.slots // self.parts,
             states=self.states,
+            places=self.places,
         )
 
     def decode(
@@ -559,7 +591,8 @@ class Programs:
         return after, block
 
     def _place(self, prompts: device.Prompts) -> device.Prompts:
-        return self._to_devices(prompts, prompt_shardings(self.placement, bool(self.states)))
+        kinds = bool(self.states), bool(self.places)
+        return self._to_devices(prompts, prompt_shardings(self.placement, *kinds))
 
     def fetch(self, block: device.Block) -> device.Block:
         """Wait for a block, and return it on the host."""
@@ -680,7 +713,9 @@ class Programs:
 
         blank = jax.tree.map(lambda x: shapes(x, self._by_row), rows())
         prompts = jax.tree.map(
-            shapes, self.prefill().arrays(1), prompt_shardings(self.placement, bool(self.states))
+            shapes,
+            self.prefill().arrays(1),
+            prompt_shardings(self.placement, bool(self.states), bool(self.places)),
         )
         given = weights, cache, blank, prompts
         return {
@@ -702,13 +737,16 @@ def _elements(call: Call) -> int:
     return sum(x.size for x in jax.tree.leaves(call.args))
 
 
-def prompt_shardings(placement: Placement, states: bool = False) -> device.Prompts:
-    """Return the shardings of `Prompts`, of a model that keeps states or none."""
+def prompt_shardings(
+    placement: Placement, states: bool = False, adapters: bool = False
+) -> device.Prompts:
+    """Return the shardings of `Prompts`, of a model that keeps states or none, with adapters."""
     part, whole = ("batch",), placement.sharding((), ())
     sizes = placement.size(placement.rules.batch)
     tiles = placement.sharding((1, sizes), (None, *part))
     parts = placement.sharding((sizes,), part)
     shardings = device.Prompts(tiles, tiles, tiles, tiles, whole, whole, parts, parts)
+    shardings = shardings.replace(adapter=tiles if adapters else None)
     if not states:
         return shardings
     places = device.Places(tiles, tiles, tiles)
@@ -736,6 +774,7 @@ class Compiled(NamedTuple):
     decode: Any
     states_of_layers: Any
     logits_of: Any
+    put_adapter: Any
 
     def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
         """Return the decode layout of the trainer's parameters, from whatever devices they are on.
@@ -823,6 +862,7 @@ def compiled(
     tiles: Tiles | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    fused: bool = True,
 ) -> Compiled:
     """Return the functions of `decode.py`, jitted with the shardings of their results.
 
@@ -831,6 +871,7 @@ def compiled(
             `DELTA_RULE`; None = the fastest that can.
         page: positions of a page.
         keep_routes, tiles, quantization, kv_cache_dtype: see `Programs`.
+        fused: products of the same states are one, where neither tiles nor adapters need them.
     """
     bind, jit = functools.partial, jax.jit
     kernels = {
@@ -839,7 +880,8 @@ def compiled(
         "rule_kernel": rule_kernel_of(config, placement.mesh, dtype, rule_kernel),
     }
     shards, whole = shards_of(placement), placement.sharding((), ())
-    of_layers = {"shards": shards if tiles is None else None, "quantization": quantization}
+    fused = fused and tiles is None
+    of_layers = {"shards": shards if fused else None, "quantization": quantization}
     split = shards > 1 or placement.size(placement.rules.experts) > 1
     # also over a single TPU: within `shard_map` its kernel knows the chip, wherever it is compiled
     alone = placement.mesh.size == 1 and placement.platform != "tpu"
@@ -853,7 +895,7 @@ def compiled(
     by_row = placement.sharding((parts,), ("batch",))
     # what is fetched is whole where other processes have devices of the engine
     alone_here = hosts_of(placement.mesh) == 1
-    layout = {"fused": tiles is None, "quantization": quantization}
+    layout = {"fused": fused, "quantization": quantization}
     _, weights = _decode_weights(config, placement, dtype, **layout)
     rest = {name: one if split else whole for name, one in weights.items() if name != STACKED}
 
@@ -905,6 +947,7 @@ def compiled(
             out_shardings=(None, cache),
         ),
         logits_of=jit(bind(device.logits_of, config, placement=spread, tiles=tiles)),
+        put_adapter=jit(bind(device.put_adapter, config), donate_argnums=0),
     )
 
 

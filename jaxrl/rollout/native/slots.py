@@ -13,6 +13,13 @@ from jaxrl.rollout.native.stop_strings import StopStrings
 from jaxrl.rollout.protocol import Completion, Constraint, Request
 
 
+def root_of(request: Request) -> bytes:
+    """Return the key of no tokens: of the base, or of the base with an adapter."""
+    if request.adapter is None:
+        return ROOT
+    return page_key(ROOT, np.frombuffer(request.adapter.name.encode(), np.uint8))
+
+
 @dataclass(eq=False)
 class Context:
     """Hold the keys and values of a row that has no slot: of a conversation between two turns, or
@@ -272,6 +279,7 @@ class SlotTable:
         self.soon = np.zeros(slots, np.int32)  # [S] those that it needs for its first block
         self.found = np.zeros(slots, np.int32)  # [S] of these, what others have
         self.keys: list[list[bytes]] = [[] for _ in range(slots)]  # of the first pages
+        self.roots = [ROOT] * slots  # before them: of the weights
         self.version = -1  # of the weights that fill positions now
         self.oldest_version = np.full(slots, -1)  # [S] of those that filled the row's positions
         self.stale = np.zeros(slots, bool)  # [S] some were filled before the last update
@@ -282,6 +290,7 @@ class SlotTable:
         self.asked = {  # name -> [S], columns of Rows that are the sample's from its start
             "keys": np.zeros((slots, 2), np.uint32),
             "max_tokens": np.zeros(slots, np.int32),
+            "adapter": np.zeros(slots, np.int32),
             **{name: np.zeros(slots, kind) for kind, names in SETTINGS.items() for name in names},
         }
         self.kept: dict[Future[None], Context] = {}  # of conversations, the longest there first
@@ -347,7 +356,8 @@ class SlotTable:
             if context is None and (sample.group, part) in self._groups and not sample.tokens:
                 others = (len(row) - 1) // self.page
             elif context is None:
-                pages = [page for _, page in self._reusable(part, row, 0, ROOT)]
+                found = self._reusable(part, row, 0, root_of(sample.request))
+                pages = [page for _, page in found]
                 idle = sum(self.pools[part].references[page] == 0 for page in pages)
                 others = len(pages)
             has = len(context.pages) if context is not None else others
@@ -360,6 +370,7 @@ class SlotTable:
             return None
         others, _, _, slot = max(known)
         self._clear(slot)
+        self.roots[slot] = root_of(sample.request)
         self.samples[slot], self.taken[slot], self.length[slot] = sample, True, len(row)
         self.tokens[slot, : len(row)] = row
         group = sample.group, self.part(slot)
@@ -410,7 +421,9 @@ class SlotTable:
         """Write what a sample asks for into the columns of its slot."""
         sampling = sample.request.sampling
         self.prompt[slot] = len(sample.request.prompt)
+        adapter = sample.request.adapter
         given = {"keys": sample.key, "max_tokens": sample.max_tokens}
+        given["adapter"] = adapter.place if adapter is not None else 0
         for name, column in self.asked.items():
             column[slot] = given[name] if name in given else getattr(sampling, name)
         if (more := len(sampling.stop_token_ids) - self.stop_ids.shape[1]) > 0:
@@ -692,16 +705,13 @@ class SlotTable:
         for at in {last, end}:
             if not start < at <= filled or (at != filled and (at - start) % self._tile):
                 continue  # no tile ends there
-            key = self._last_key_at(keys, last)
+            key = keys[last // self.page - 1] if last else self.roots[slot]
             if at > last:
                 key = page_key(key, row[last:at])
             if pool.find(key) is None and (state := pool.take()) is not None:
                 pool.name(state, key)
                 found[at] = state  # with a reference until the block has begun
         return found
-
-    def _last_key_at(self, keys: Sequence[bytes], position: int) -> bytes:
-        return keys[position // self.page - 1] if position else ROOT
 
     def _may_share(self, slot: int) -> bool:
         """Return whether pages of others can follow what a slot has."""
@@ -713,7 +723,7 @@ class SlotTable:
         return self.tokens[slot, : self.length[slot]]
 
     def _last_key(self, slot: int) -> bytes:
-        return self.keys[slot][-1] if self.keys[slot] else ROOT
+        return self.keys[slot][-1] if self.keys[slot] else self.roots[slot]
 
     def _put(self, slot: int, number: int, page: int) -> None:
         """Let a page that was found be a slot's."""
@@ -790,10 +800,10 @@ class SlotTable:
                 self.pure[slot] = self.filled[slot]
                 self._name(slot)
 
-    def known_prefix(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens of a row some part has for any request."""
-        row = np.array(tokens, np.int32)
-        found = (self._reusable(part, row, 0, ROOT) for part in range(self.parts))
+    def known_prefix(self, request: Request) -> int:
+        """Return how many tokens of a prompt some part has for any request of its weights."""
+        row, root = request.prompt, root_of(request)
+        found = (self._reusable(part, row, 0, root) for part in range(self.parts))
         return max(map(len, found)) * self.page
 
     def forget(self, waiting: Iterable[Sample] = (), *, live: bool) -> None:

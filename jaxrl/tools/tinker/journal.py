@@ -1,0 +1,152 @@
+"""What the service must not lose: calls before they are acknowledged, results before they are told.
+
+One SQLite database. A call is there before its client hears of it, and by a number of its client's
+own: sent again it is the same call. So after the server's death everything is computed again from
+the last state of each model (`states.py`) on, and nothing is computed twice.
+"""
+
+import contextlib
+import hashlib
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WAITS, DONE, FAILED = range(3)
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, owner TEXT, opened REAL, seen REAL, ended REAL, facts TEXT);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, owner TEXT, session TEXT, opened REAL, ended REAL, facts TEXT);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, owner TEXT, session TEXT, clients INTEGER DEFAULT 0, path TEXT);
+CREATE TABLE IF NOT EXISTS calls (
+    id TEXT PRIMARY KEY, owner TEXT, target TEXT, number INTEGER, kind TEXT, body BLOB,
+    digest TEXT, state INTEGER, answer BLOB, at REAL);
+CREATE INDEX IF NOT EXISTS calls_of ON calls (target, number);
+CREATE INDEX IF NOT EXISTS calls_that_wait ON calls (state) WHERE state = 0;
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, owner TEXT, model TEXT, kind TEXT, call TEXT, bytes INTEGER, at REAL,
+    expires REAL, facts TEXT);
+"""
+
+
+class Call(NamedTuple):
+    """Hold one call as it was accepted.
+
+    Attributes:
+        id: of its result.
+        owner: whose key asked.
+        target: the model or the sampler.
+        number: in the order of the target's calls; that of a sampler says nothing.
+        kind: what is asked.
+        body: as it came.
+    """
+
+    id: str
+    owner: str
+    target: str
+    number: int
+    kind: str
+    body: bytes
+
+
+class Reused(ValueError):
+    """Signal that a number has come before with another body."""
+
+
+class Journal:
+    """Write and read the database; any thread may.
+
+    Args:
+        path: of the file, which is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run a statement and return what it found."""
+        with self._lock:
+            return self._db.execute(sql, values).fetchall()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Make all statements of the block one: there is all of it, or nothing."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    # ---------------------------------------------------------------- calls
+
+    def accept(self, call: Call) -> bool:
+        """Write a call; return whether it is new.
+
+        Raises:
+            Reused: another call had its number.
+        """
+        digest = hashlib.sha256(call.kind.encode() + b"\0" + call.body).hexdigest()
+        with self._lock:
+            known = self.rows("SELECT owner, digest FROM calls WHERE id = ?", call.id)
+            if known:
+                if known[0] != (call.owner, digest):
+                    raise Reused(f"{call.id} was another call: number each call anew")
+                return False
+            self.rows(
+                "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL, ?)",
+                *call,
+                digest,
+                WAITS,
+                time.time(),
+            )
+        return True
+
+    def answer(self, name: str, owner: str) -> tuple[str, int, bytes | None] | None:
+        """Return kind, state and answer of an owner's call; None: there is no such call."""
+        sql = "SELECT kind, state, answer FROM calls WHERE id = ? AND owner = ?"
+        found = self.rows(sql, name, owner)
+        return found[0] if found else None
+
+    def finish(self, name: str, state: int, answer: bytes) -> None:
+        """Write the answer of a call, which stays the first."""
+        sql = "UPDATE calls SET state = ?, answer = ? WHERE id = ? AND state = ?"
+        self.rows(sql, state, answer, name, WAITS)
+
+    def calls(self, where: str, *values: Any) -> list[tuple[Call, int]]:
+        """Return calls and their states, in the order of their numbers."""
+        columns = "id, owner, target, number, kind, body, state"
+        sql = f"SELECT {columns} FROM calls WHERE {where} ORDER BY target, number"
+        return [(Call(*row[:-1]), row[-1]) for row in self.rows(sql, *values)]
+
+    def forget_bodies(self, target: str, number: int) -> None:
+        """Drop what calls up to a number asked: a state that is kept has them in it."""
+        sql = "UPDATE calls SET body = NULL WHERE target = ? AND number <= ? AND state != ?"
+        self.rows(sql, target, number, WAITS)
+
+    def forget_answers(self, before: float) -> None:
+        """Drop calls that have been answered, and came before a time."""
+        self.rows(
+            "UPDATE calls SET answer = NULL WHERE at < ? AND state != ?", before, WAITS
+        )
+
+
+def facts(text: str) -> dict[str, Any]:
+    """Return what a row says beside its columns."""
+    return json.loads(text)

@@ -1,0 +1,558 @@
+"""The calls of all models and samplers: accepted, in turns, and what becomes of them.
+
+A thread does what models ask, each model's calls in the order of their numbers. Tiles of several
+models go into one program, one of each owner in turn, so that a long call does not hold up short
+ones. What a model is after a call is written now and then, and what comes later is done again after
+a crash: the journal has it, and every number comes out the same.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl.models.lora import LoraConfig, matrices
+from jaxrl.rollout.server.errors import ApiError
+from jaxrl.tools.tinker import bodies, states
+from jaxrl.tools.tinker.journal import DONE, FAILED, WAITS, Call, Journal, facts
+from jaxrl.tools.tinker.samplers import Samplers
+from jaxrl.tools.tinker.tenants import PER_DISPATCH, Adam, Tenant, Tenants, new_tenant
+from jaxrl.tools.tinker.tiles import Datum, Place, Tile, cut, read
+
+_log = logging.getLogger(__name__)
+ALPHA = 32.0  # of all adapters
+SCHEME = "tinker://"
+FOLDERS = {"training": "weights", "sampler": "sampler_weights"}  # in paths, by kind
+ATTENTION, MLP = ("wq", "wk", "wv", "wo"), ("w_gate", "w_up", "w_down")
+MOVES = "forward_backward", "optim_step", "load_weights", "create_model"  # change a model
+BINARY = "forward_backward", "forward", "sample"  # are answered with protobuf
+
+
+@dataclass
+class Model:
+    """Hold what the thread knows of a model.
+
+    Attributes:
+        facts: as it was created.
+        next: number of the call that is to be done next.
+        calls: those that are accepted and not done, by number, with whether they were answered
+            before the server last began.
+        saved: the last call that is in the model's file; -1 = none is.
+        slot: on the devices; None = it is not there.
+        host: what it is, where it is not on the devices but in memory.
+        used: when it was last.
+    """
+
+    id: str
+    owner: str
+    facts: dict[str, Any]
+    next: int = 0
+    calls: dict[int, tuple[Call, int]] = field(default_factory=dict)
+    saved: int = -1
+    slot: int | None = None
+    host: Tenant | None = None
+    used: float = 0.0
+
+
+@dataclass
+class Running:
+    """Hold a call whose tiles are being computed.
+
+    Attributes:
+        tiles: all of them.
+        places: of its data.
+        done: number of tiles that are computed.
+        log_probs, losses: of these.
+    """
+
+    model: Model
+    call: Call
+    tiles: list[Tile]
+    places: list[Place]
+    learns: bool
+    done: int = 0
+    log_probs: list[np.ndarray] = field(default_factory=list)
+    losses: list[np.ndarray] = field(default_factory=list)
+
+
+class Refused(ValueError):
+    """Signal that a call cannot be done, by its own fault; its client is told why."""
+
+
+class Service:
+    """Do what is asked.
+
+    Args:
+        journal: of all calls.
+        root: folder of models and checkpoints.
+        tenants: models on the devices; the last slot is for scoring alone.
+        samplers: draw samples.
+        base: name of the base model.
+        vocabulary, longest: ids, and tokens of a sequence.
+        full: tokens of a row with which products are at their fastest.
+        snapshot: calls of a model after which what it is is written.
+        on_host: models that are kept in memory beside those on the devices.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        root: Path,
+        tenants: Tenants,
+        samplers: Samplers,
+        *,
+        base: str,
+        vocabulary: int,
+        longest: int,
+        full: int,
+        snapshot: int,
+        on_host: int,
+    ) -> None:
+        self.journal, self.root, self.tenants, self.samplers = journal, root, tenants, samplers
+        self.base, self.vocabulary, self.longest = base, vocabulary, longest
+        self._full, self._snapshot, self._on_host = full, snapshot, on_host
+        self._models: dict[str, Model] = {}
+        self._slots: list[Model | None] = [None] * (tenants.slots - 1)
+        self._running: list[Running] = []
+        self._samples: list[Call] = []
+        self._served: defaultdict[str, float] = defaultdict(float)  # tiles, by owner
+        self._changed, self._stopped = threading.Condition(), False
+        self._told: Callable[[str], object] = lambda name: None
+        self._thread = threading.Thread(target=self._work, name="jaxrl-tinker", daemon=True)
+
+    # ---------------------------------------------------------------- from outside
+
+    def start(self, told: Callable[[str], object]) -> None:
+        """Take up what the journal has, and begin to work.
+
+        Args:
+            told: is called with the id of every call that is answered, by any thread.
+        """
+        self._told = told
+        for name, owner, text in self.journal.rows(
+            "SELECT id, owner, facts FROM models WHERE ended IS NULL"
+        ):
+            model = Model(name, owner, facts(text))
+            if (path := self._file(model)).exists():
+                model.saved = int(states.read_facts(path)["number"])
+                model.next = model.saved + 1
+            later = self.journal.calls("target = ? AND number > ?", name, model.saved)
+            model.calls = {call.number: (call, state) for call, state in later}
+            self._models[name] = model
+        self._samples = [call for call, _ in self.journal.calls("kind = 'sample' AND state = 0")]
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what is not done is done when the server begins again."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def accept(self, call: Call, facts_: dict[str, Any] | None = None) -> None:
+        """Write a call to the journal, from where nothing is lost, and see that it is done.
+
+        Args:
+            facts_: of the model that it creates; None = it creates none.
+
+        Raises:
+            Reused: another call had its number.
+        """
+        with self.journal.together():
+            if not self.journal.accept(call):
+                return
+            if facts_ is not None:
+                session = call.target.partition(":")[0]
+                values = call.target, call.owner, session, time.time(), json.dumps(facts_)
+                self.journal.rows("INSERT INTO models VALUES (?, ?, ?, ?, NULL, ?)", *values)
+        with self._changed:
+            if facts_ is not None:
+                self._models[call.target] = Model(call.target, call.owner, facts_)
+            if call.kind == "sample":
+                self._samples.append(call)
+            else:
+                self._models[call.target].calls[call.number] = call, WAITS
+            self._changed.notify_all()
+
+    def model(self, name: str, owner: str) -> Model:
+        """Return an owner's model.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        with self._changed:
+            model = self._models.get(name)
+        if model is None or model.owner != owner:
+            raise ApiError(404, f"model_id={name!r}: there is no such model")
+        return model
+
+    def end(self, session: str) -> None:
+        """Forget the models of a session; their checkpoints stay."""
+        with self._changed:
+            names = [name for name in self._models if name.partition(":")[0] == session]
+            for name in names:
+                self._leave(self._models.pop(name))
+        for name in names:
+            self.journal.rows("UPDATE models SET ended = ? WHERE id = ?", time.time(), name)
+            (self.root / "models" / f"{name}.safetensors").unlink(missing_ok=True)
+
+    def _leave(self, model: Model) -> None:
+        if model.slot is not None:
+            self._slots[model.slot] = None
+            model.slot = None
+        self._running = [one for one in self._running if one.model is not model]
+
+    # ---------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._stopped or self._running or self._samples or self._heads()):
+                    self._changed.wait()
+                if self._stopped:
+                    return
+                samples, self._samples = self._samples, []
+                heads = self._heads()
+            for call in samples:
+                self._guarded(call, self._sample)
+            for model in heads:
+                call, state = model.calls[model.next]
+                if self._bring(model):
+                    self._guarded(call, lambda call, m=model, s=state: self._begin(m, call, s))
+            if self._running:
+                self._dispatch()
+
+    def _heads(self) -> list[Model]:
+        """Return models with a call that is next, those first whose owners were served least."""
+        busy = {id(one.model) for one in self._running}
+        ready = [
+            m for m in self._models.values() if m.next in m.calls and id(m) not in busy
+        ]
+        return sorted(ready, key=lambda m: (self._served[m.owner], m.used))
+
+    def _guarded(self, call: Call, run: Callable[[Call], object]) -> None:
+        try:
+            run(call)
+        except (Refused, ApiError) as error:
+            self._finish(call, FAILED, {"error": str(error), "category": "user"})
+        except Exception as error:
+            _log.exception("%s %s", call.kind, call.id)
+            self._finish(call, FAILED, {"error": repr(error), "category": "server"})
+
+    def _finish(self, call: Call, state: int, answer: bytes | dict[str, Any]) -> None:
+        """Answer a call, and let its model go on to the next."""
+        raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.journal.finish(call.id, state, raw)
+        with self._changed:
+            model = self._models.get(call.target)
+            if model is not None and call.kind != "sample":
+                model.calls.pop(call.number, None)
+                model.next = call.number + 1
+        if model is not None and call.number - model.saved >= self._snapshot:
+            self._save(model, call.number)
+        self._told(call.id)
+
+    def _begin(self, model: Model, call: Call, state: int) -> None:
+        """Do a call of a model, or begin it where it has tiles."""
+        if state == FAILED or state == DONE and call.kind not in MOVES:
+            self._finish(call, state, b"")  # it was answered, and changes nothing
+        elif call.kind in ("forward_backward", "forward"):
+            self._running.append(self._cut(model, call))
+        else:
+            self._finish(call, DONE, getattr(self, f"_{call.kind}")(model, call))
+
+    # ---------------------------------------------------------------- tiles
+
+    def _cut(self, model: Model, call: Call) -> Running:
+        message = bodies.parse_forward_backward(call.body)
+        loss, settings = bodies.loss_of(message)
+        data = bodies.data_of(message, loss, self.vocabulary, self.longest)
+        assert model.slot is not None
+        shape = {"slot": model.slot, "rows": self.tenants.rows, "full": self._full}
+        tiles, places = cut(data, loss, settings, **shape)
+        return Running(model, call, tiles, places, call.kind == "forward_backward")
+
+    def _dispatch(self) -> None:
+        """Compute some tiles: of one width, one of each owner in turn."""
+        least = min(self._running, key=lambda one: self._served[one.model.owner])
+        width = least.tiles[least.done].tokens.shape
+
+        def fits(one: Running, number: int) -> bool:
+            alike = one.learns == least.learns
+            return alike and number < len(one.tiles) and one.tiles[number].tokens.shape == width
+
+        chosen: list[Running] = []
+        numbers = {id(one): one.done for one in self._running}
+        while len(chosen) < PER_DISPATCH:
+            can = [one for one in self._running if fits(one, numbers[id(one)])]
+            if not can:
+                break
+            one = min(can, key=lambda one: self._served[one.model.owner])
+            self._served[one.model.owner] += 1
+            numbers[id(one)] += 1
+            chosen.append(one)
+        done: defaultdict[int, int] = defaultdict(int)
+        tiles = []
+        for one in chosen:
+            tiles.append(one.tiles[one.done + done[id(one)]])
+            done[id(one)] += 1
+        log_probs, losses = self.tenants.run(tiles, learns=least.learns)
+        for one, of_tile, loss in zip(chosen, log_probs, losses, strict=True):
+            one.log_probs.append(of_tile)
+            one.losses.append(loss)
+            one.done += 1
+        ended = [one for one in self._running if one.done == len(one.tiles)]
+        self._running = [one for one in self._running if one.done < len(one.tiles)]
+        for one in ended:
+            found = read(one.places, one.log_probs), read(one.places, one.losses)
+            self._finish(one.call, DONE, bodies.forward_backward_output(*found))
+
+    # ---------------------------------------------------------------- calls of models
+
+    def _create_model(self, model: Model, call: Call) -> dict[str, Any]:
+        return {"type": "create_model", "model_id": model.id}
+
+    def _optim_step(self, model: Model, call: Call) -> dict[str, Any]:
+        body = bodies.OptimStep.model_validate_json(call.body)
+        assert model.slot is not None
+        found = self.tenants.update(model.slot, Adam(**body.adam_params.model_dump()))
+        metrics = {k: x for k, x in found.items() if np.isfinite(x)}
+        return {"type": "optim_step", "metrics": metrics}
+
+    def _save_weights(self, model: Model, call: Call) -> dict[str, Any]:
+        body = bodies.SaveWeights.model_validate_json(call.body)
+        path = self._checkpoint(
+            model, call, "training", body.path, body.ttl_seconds, body.user_metadata, body.overwrite
+        )
+        return {"type": "save_weights", "path": path}
+
+    def _save_weights_for_sampler(self, model: Model, call: Call) -> dict[str, Any]:
+        body = bodies.SaveForSampler.model_validate_json(call.body)
+        name = body.path or ("inflight" if body.kind == "inflight" else f"call-{call.number}")
+        given = body.ttl_seconds, body.user_metadata
+        path = self._checkpoint(model, call, "sampler", name, *given, body.kind == "inflight")
+        if body.path is not None:
+            return {"type": "save_weights_for_sampler", "path": path}
+        session = model.id.partition(":")[0]
+        name = f"{session}:sample:{body.sampling_session_seq_id}"
+        self.open_sampler(name, model.owner, session, path)
+        return {"type": "save_weights_for_sampler", "sampling_session_id": name}
+
+    def open_sampler(self, name: str, owner: str, session: str, path: str) -> None:
+        """Write down what a sampler samples from; it stays what it is."""
+        sql = "INSERT OR IGNORE INTO samplers (id, owner, session, path) VALUES (?, ?, ?, ?)"
+        self.journal.rows(sql, name, owner, session, path)
+
+    def _load_weights(self, model: Model, call: Call) -> dict[str, Any]:
+        body = bodies.LoadWeights.model_validate_json(call.body)
+        parts = self._read(body.path, model.owner, "training")
+        assert model.slot is not None
+        now = self.tenants.take(model.slot)
+        now = now.replace(adapters=parts["adapters"], scale=parts["scale"])
+        zeros = {name: _zeros(now.adapters) for name in ("gradients", "mu", "nu")}
+        now = now.replace(**zeros, count=np.int32(0))
+        if body.optimizer:
+            now = now.replace(mu=parts["mu"], nu=parts["nu"], count=parts["count"])
+        self.tenants.put(model.slot, now)
+        self._save(model, call.number)  # what it has read may be gone when it is done again
+        return {"type": "load_weights", "path": body.path}
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _checkpoint(
+        self,
+        model: Model,
+        call: Call,
+        kind: str,
+        name: str,
+        ttl: int | None,
+        metadata: dict[str, Any],
+        overwrite: bool,
+    ) -> str:
+        """Write what a model is under a name, and return its path."""
+        path = f"{SCHEME}{model.id}/{FOLDERS[kind]}/{name}"
+        known = self.journal.rows("SELECT call FROM checkpoints WHERE path = ?", path)
+        if known and not overwrite and known[0][0] != call.id:
+            raise Refused(f"path={name!r}: {path} is there already; choose another name")
+        assert model.slot is not None
+        tenant = self.tenants.take(model.slot)
+        if kind == "sampler" and not _finite(tenant.adapters):
+            raise Refused("the model has weights that are not finite: nothing can be sampled")
+        parts = states.TRAINING if kind == "training" else states.SAMPLING
+        size = states.write(self.file_of(path), tenant, parts, call=call.id, **model.facts["lora"])
+        now = time.time()
+        about = {"metadata": metadata, "model": model.facts}
+        values = path, model.owner, model.id, kind, call.id, size, now, ttl and now + ttl
+        sql = f"INSERT OR REPLACE INTO checkpoints VALUES ({', '.join('?' * 9)})"
+        self.journal.rows(sql, *values, json.dumps(about))
+        return path
+
+    def file_of(self, path: str) -> Path:
+        """Return the file of a checkpoint."""
+        model, folder, name = path.removeprefix(SCHEME).split("/")
+        return self.root / "checkpoints" / model / folder / f"{name}.safetensors"
+
+    def checkpoint(self, path: str, owner: str, kind: str | None = None) -> tuple[str, dict]:
+        """Return the call that wrote an owner's checkpoint, and its facts.
+
+        Raises:
+            Refused: there is none, or it is of another kind.
+        """
+        self.expire()
+        sql = "SELECT call, kind, facts FROM checkpoints WHERE path = ? AND owner = ?"
+        found = self.journal.rows(sql, path, owner)
+        if not found or kind not in (None, found[0][1]):
+            what = "checkpoint" if kind is None else f"checkpoint for {kind}"
+            raise Refused(f"path={path!r}: there is no such {what}")
+        return found[0][0], facts(found[0][2])
+
+    def _read(self, path: str, owner: str, kind: str) -> dict[str, Any]:
+        self.checkpoint(path, owner, kind)
+        return states.read(self.file_of(path))[0]
+
+    def delete(self, path: str, owner: str) -> None:
+        """Delete an owner's checkpoint."""
+        self.checkpoint(path, owner)
+        self.journal.rows("DELETE FROM checkpoints WHERE path = ?", path)
+        self.file_of(path).unlink(missing_ok=True)
+
+    def expire(self) -> None:
+        """Delete checkpoints whose time has come."""
+        sql = "DELETE FROM checkpoints WHERE expires < ? RETURNING path"
+        for (path,) in self.journal.rows(sql, time.time()):
+            self.file_of(path).unlink(missing_ok=True)
+
+    # ---------------------------------------------------------------- where models are
+
+    def _bring(self, model: Model) -> bool:
+        """Bring a model to the devices; return whether there was room."""
+        model.used = time.monotonic()
+        if model.slot is not None:
+            return True
+        if None in self._slots:
+            slot = self._slots.index(None)
+        else:
+            busy = {id(one.model) for one in self._running}
+            idle = [m for m in self._slots if m is not None and id(m) not in busy]
+            if not idle:
+                return False
+            slot = self._send_away(min(idle, key=lambda m: m.used))
+        tenant, model.host = model.host, None
+        if tenant is None and model.saved >= 0:
+            parts, _ = states.read(self._file(model))
+            tenant = Tenant(**parts)
+        if tenant is None:
+            tenant = self._draw(model)
+        self.tenants.put(slot, tenant)
+        self._slots[slot], model.slot = model, slot
+        return True
+
+    def _send_away(self, model: Model) -> int:
+        """Take a model off the devices, into memory, or into its file where that is full."""
+        slot = model.slot
+        assert slot is not None
+        in_memory = [m for m in self._models.values() if m.host is not None]
+        if len(in_memory) >= self._on_host:
+            old = min(in_memory, key=lambda m: m.used)
+            assert old.host is not None
+            self._save(old, old.next - 1, old.host)
+            old.host = None
+        model.host = self.tenants.take(slot)
+        self._slots[slot], model.slot = None, None
+        return slot
+
+    def _draw(self, model: Model) -> Tenant:
+        lora = model.facts["lora"]
+        seed = lora["seed"]
+        if seed is None:
+            seed = int.from_bytes(hashlib.sha256(model.id.encode()).digest()[:8]) >> 1
+        chosen = trained(self.tenants.lora, lora)
+        return new_tenant(self.tenants.lora, seed, lora["rank"], ALPHA, chosen)
+
+    def _file(self, model: Model) -> Path:
+        return self.root / "models" / f"{model.id}.safetensors"
+
+    def _save(self, model: Model, number: int, tenant: Tenant | None = None) -> None:
+        """Write what a model is after a call; what was asked before is not needed any more."""
+        if tenant is None:
+            if model.slot is None:
+                return
+            tenant = self.tenants.take(model.slot)
+        states.write(self._file(model), tenant, states.WHOLE, number=number)
+        self.journal.forget_bodies(model.id, number)
+        model.saved = number
+
+    # ---------------------------------------------------------------- samples
+
+    def _sample(self, call: Call) -> None:
+        body = bodies.Sample.model_validate_json(call.body)
+        path = self.sampled_path(call.target, call.owner)
+        name, load = "", None
+        if path:
+            version, _ = self.checkpoint(path, call.owner, "sampler")
+            name = f"{path}@{version}"
+            load = lambda: states.read(self.file_of(path))[0]  # noqa: E731
+
+        def answered(answer: bytes | Exception) -> None:
+            if isinstance(answer, bytes):
+                self._finish(call, DONE, answer)
+            else:
+                kind = "user" if isinstance(answer, ValueError) else "server"
+                self._finish(call, FAILED, {"error": str(answer), "category": kind})
+
+        scores = None
+        if body.prompt_logprobs:
+            scores = self._score(np.array(body.prompt.tokens, np.int32), load)
+        self.samplers.submit(call, body, name, load, scores, answered)
+
+    def sampled_path(self, sampler: str, owner: str) -> str:
+        """Return the checkpoint that an owner's sampler samples from; "" = it is the base.
+
+        Raises:
+            Refused: there is no such sampler.
+        """
+        sql = "SELECT path FROM samplers WHERE id = ? AND owner = ?"
+        found = self.journal.rows(sql, sampler, owner)
+        if not found:
+            raise Refused(f"sampling_session_id={sampler!r}: there is no such sampler")
+        return found[0][0]
+
+    def _score(self, tokens: np.ndarray, load: Callable[[], dict] | None) -> np.ndarray:
+        """Return the log-prob of each token of a prompt [T] given those before; NaN of the first."""
+        if len(tokens) < 2:
+            return np.full(len(tokens), np.nan, np.float32)
+        lora = self.tenants.lora
+        nothing = new_tenant(lora, 0, 1, 1.0, set())
+        if load is not None:
+            parts = load()
+            nothing = nothing.replace(adapters=parts["adapters"], scale=parts["scale"])
+        slot = self.tenants.slots - 1
+        self.tenants.put(slot, nothing)
+        datum = Datum(tokens[:-1], tokens[1:], {})
+        shape = {"slot": slot, "rows": self.tenants.rows, "full": self._full}
+        tiles, places = cut([datum], "cross_entropy", {}, **shape)
+        log_probs, _ = self.tenants.run(tiles, learns=False)
+        return np.concatenate([[np.float32(np.nan)], *read(places, log_probs)])
+
+
+def trained(lora: LoraConfig, asked: dict[str, Any]) -> set[str]:
+    """Return the leaves whose adapters a model trains."""
+    chosen = ATTENTION * asked["train_attn"] + MLP * asked["train_mlp"]
+    return {name for name in matrices(lora.model) if name.rpartition("/")[2] in chosen}
+
+
+def _zeros(tree: Any) -> Any:
+    return {name: {k: np.zeros_like(x) for k, x in pair.items()} for name, pair in tree.items()}
+
+
+def _finite(adapters: Any) -> bool:
+    return all(np.isfinite(x).all() for pair in adapters.values() for x in pair.values())
