@@ -82,7 +82,7 @@ from jaxrl.config.rollouts import (
     spans_hosts,
     starts_own_engine,
 )
-from jaxrl.config.serving import ServeConfig
+from jaxrl.config.serving import ServeConfig, TinkerConfig
 from jaxrl.config.train_config import (
     SkyRLTrainConfig,
     TrainConfig,
@@ -169,6 +169,7 @@ __all__ = [
     "SamplingParams",
     "SearchEnvConfig",
     "ServeConfig",
+    "TinkerConfig",
     "SkyRLGymConfig",
     "SkyRLLoraConfig",
     "SkyRLTrainConfig",

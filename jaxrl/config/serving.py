@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from jaxrl.config.constraints import must, positive
+from jaxrl.config.constraints import must, not_negative, positive
 from jaxrl.config.dataclass_config import BaseConfig
 
 
@@ -70,3 +70,38 @@ class ServeConfig(BaseConfig):
     """Tokens that all kept conversations hold together; the one used least lately goes first."""
     session_seconds: Annotated[float, positive] = 3600.0
     """How long a conversation that nobody uses is kept."""
+
+
+@dataclass
+class TinkerConfig(BaseConfig):
+    """Hold the settings of the training service, `jaxrl.tinker`.
+
+    The base is trainer.policy.model, the address that of generator.inference_engine; `serve` says
+    how many samples decode together, how long a sequence and a body may be.
+    """
+
+    root: str = "runs/tinker"
+    """Folder of all that the service must not lose: its journal, models and checkpoints."""
+    keys_file: str | None = None
+    """File with the API keys that are let in, one in each line, which begin with "tml-"; None = any
+    key, from programs of this machine."""
+    max_rank: Annotated[int, positive] = 32
+    """Largest rank of an adapter; all take as much memory as one of this rank."""
+    adapters: Annotated[int, positive] = 16
+    """Models that are trained on the devices at a time; others wait in memory, then on disk."""
+    samplers: Annotated[int, positive] = 16
+    """Adapters that are sampled from at a time."""
+    host_adapters: Annotated[int, not_negative] = 64
+    """Models that wait in memory."""
+    max_models: Annotated[int, positive] = 256
+    """Models of a key."""
+    max_waiting: Annotated[int, positive] = 1024
+    """Calls of a key that are not answered yet; one beyond them is answered 429."""
+    row_tokens: Annotated[int, positive] = 2048
+    """Tokens of a row of a call with many data. More fill the device better, and are padded more.
+    """
+    snapshot_calls: Annotated[int, positive] = 16
+    """Calls of a model after which it is written to disk; more make the start after a crash
+    slower."""
+    answer_seconds: Annotated[float, positive] = 86400.0
+    """How long answers are kept for clients that ask again."""

@@ -14,7 +14,7 @@ from jaxrl.config.dataclass_config import BaseConfig, Config
 from jaxrl.config.environment import EnvironmentConfig
 from jaxrl.config.generator import GeneratorConfig, SamplingParams
 from jaxrl.config.mesh import map_mesh
-from jaxrl.config.serving import ServeConfig
+from jaxrl.config.serving import ServeConfig, TinkerConfig
 from jaxrl.config.status import new
 from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig, run_folder
 
@@ -35,6 +35,8 @@ class TrainConfig(BaseConfig):
     """Serving over HTTP."""
     sft: Annotated[SFTConfig, new()] = field(default_factory=SFTConfig)
     """Supervised fine-tuning."""
+    tinker: Annotated[TinkerConfig, new()] = field(default_factory=TinkerConfig)
+    """The training service."""
 
     @classmethod
     def from_cli_overrides(cls, args: list[str] | dict[str, Any]) -> Self:

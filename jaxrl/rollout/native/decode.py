@@ -39,10 +39,10 @@ from jaxrl.models.attention import Segments, layer_views
 from jaxrl.models.exact import Tiles
 from jaxrl.models.exact_head import exact_logits, exact_scores_of_logits
 from jaxrl.models.experts import Routing
-from jaxrl.models.lora import LoraConfig, adapter_specs
 from jaxrl.models.kernels.choice import REFERENCE
 from jaxrl.models.kernels.paged_attention import Pages
 from jaxrl.models.linear import LoraStack, merge, of_rows, quantise
+from jaxrl.models.lora import LoraConfig, adapter_specs
 from jaxrl.models.transformer import (
     Params,
     TransformerConfig,

@@ -321,9 +321,7 @@ def _array(at: str, name: str, tensors: Mapping[str, wire.Tensor], length: int) 
 # ---------------------------------------------------------------- results
 
 
-def forward_backward_output(
-    log_probs: Sequence[np.ndarray], losses: Sequence[np.ndarray]
-) -> bytes:
+def forward_backward_output(log_probs: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -> bytes:
     """Return the answer to a call: log-probs and losses of each datum, and the sum of losses."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(log_probs))
@@ -336,4 +334,3 @@ def forward_backward_output(
     total = sum(float(x.sum(dtype=np.float64)) for x in losses)
     message.metrics["loss:sum"] = total
     return message.SerializeToString(deterministic=True)
-

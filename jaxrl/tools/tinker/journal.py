@@ -126,7 +126,8 @@ class Journal:
 
     def finish(self, name: str, state: int, answer: bytes) -> None:
         """Write the answer of a call, which stays the first."""
-        sql = "UPDATE calls SET state = ?, answer = ? WHERE id = ? AND state = ?"
+        sql = """UPDATE calls SET state = ?, answer = ?,
+            body = CASE kind WHEN 'sample' THEN NULL ELSE body END WHERE id = ? AND state = ?"""
         self.rows(sql, state, answer, name, WAITS)
 
     def calls(self, where: str, *values: Any) -> list[tuple[Call, int]]:
@@ -142,9 +143,7 @@ class Journal:
 
     def forget_answers(self, before: float) -> None:
         """Drop calls that have been answered, and came before a time."""
-        self.rows(
-            "UPDATE calls SET answer = NULL WHERE at < ? AND state != ?", before, WAITS
-        )
+        self.rows("UPDATE calls SET answer = NULL WHERE at < ? AND state != ?", before, WAITS)
 
 
 def facts(text: str) -> dict[str, Any]:

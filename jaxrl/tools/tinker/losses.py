@@ -68,7 +68,7 @@ def clipped_weight(log_probs: FloatBT, inputs: Inputs, settings: Settings) -> Fl
 def penalised(log_probs: FloatBT, inputs: Inputs, settings: Settings) -> FloatBT:
     """Return -(A_t log pi - beta / 2 (log pi - log q)^2)."""
     given = log_probs, inputs["logprobs"], inputs["advantages"], None
-    return dro(*given, beta=settings["beta"])[0]
+    return dro(*given, beta=settings["beta"])[0]  # pyright: ignore[reportArgumentType]
 
 
 OFF_POLICY = "logprobs", "advantages"

@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from jaxrl.tools.tinker.tiles import Datum, Place, Tile, cut, read
 
 _log = logging.getLogger(__name__)
 ALPHA = 32.0  # of all adapters
+TIDY_SECONDS = 600.0
 SCHEME = "tinker://"
 FOLDERS = {"training": "weights", "sampler": "sampler_weights"}  # in paths, by kind
 ATTENTION, MLP = ("wq", "wk", "wv", "wo"), ("w_gate", "w_up", "w_down")
@@ -96,10 +98,15 @@ class Service:
         tenants: models on the devices; the last slot is for scoring alone.
         samplers: draw samples.
         base: name of the base model.
+        folder: of it, where its tokenizer is.
         vocabulary, longest: ids, and tokens of a sequence.
         full: tokens of a row with which products are at their fastest.
         snapshot: calls of a model after which what it is is written.
         on_host: models that are kept in memory beside those on the devices.
+        answer_seconds: how long answers are kept.
+
+    Attributes:
+        died: what ended the thread, for whoever waits for it.
     """
 
     def __init__(
@@ -110,15 +117,20 @@ class Service:
         samplers: Samplers,
         *,
         base: str,
+        folder: str,
         vocabulary: int,
         longest: int,
         full: int,
         snapshot: int,
         on_host: int,
+        answer_seconds: float,
     ) -> None:
         self.journal, self.root, self.tenants, self.samplers = journal, root, tenants, samplers
-        self.base, self.vocabulary, self.longest = base, vocabulary, longest
+        self.base, self.folder = base, folder
+        self.vocabulary, self.longest = vocabulary, longest
         self._full, self._snapshot, self._on_host = full, snapshot, on_host
+        self._answer_seconds, self._tidied = answer_seconds, 0.0
+        self.died: Future[None] = Future()
         self._models: dict[str, Model] = {}
         self._slots: list[Model | None] = [None] * (tenants.slots - 1)
         self._running: list[Running] = []
@@ -229,14 +241,33 @@ class Service:
                 if self._bring(model):
                     self._guarded(call, lambda call, m=model, s=state: self._begin(m, call, s))
             if self._running:
-                self._dispatch()
+                try:
+                    self._dispatch()
+                except Exception as error:  # what the devices hold may be gone
+                    _log.exception("a program failed; the service ends")
+                    self._give_up(error)
+                    return
+            self._tidy()
+
+    def _give_up(self, error: Exception) -> None:
+        """Answer what was being computed; when the server begins again, that is left out."""
+        for one in self._running:
+            answer = {"error": f"a program failed: {error}", "category": "server"}
+            self.journal.finish(one.call.id, FAILED, json.dumps(answer).encode())
+            self._told(one.call.id)
+        self.died.set_exception(error)
+
+    def _tidy(self) -> None:
+        """Forget now and then what is kept for a time."""
+        if time.time() - self._tidied > TIDY_SECONDS:
+            self._tidied = time.time()
+            self.expire()
+            self.journal.forget_answers(self._tidied - self._answer_seconds)
 
     def _heads(self) -> list[Model]:
         """Return models with a call that is next, those first whose owners were served least."""
         busy = {id(one.model) for one in self._running}
-        ready = [
-            m for m in self._models.values() if m.next in m.calls and id(m) not in busy
-        ]
+        ready = [m for m in self._models.values() if m.next in m.calls and id(m) not in busy]
         return sorted(ready, key=lambda m: (self._served[m.owner], m.used))
 
     def _guarded(self, call: Call, run: Callable[[Call], object]) -> None:
@@ -279,6 +310,10 @@ class Service:
         assert model.slot is not None
         shape = {"slot": model.slot, "rows": self.tenants.rows, "full": self._full}
         tiles, places = cut(data, loss, settings, **shape)
+        others = [self._served[one.model.owner] for one in self._running]
+        # who comes back has no claim to what others had meanwhile
+        served = self._served[model.owner]
+        self._served[model.owner] = max(served, min(others, default=served))
         return Running(model, call, tiles, places, call.kind == "forward_backward")
 
     def _dispatch(self) -> None:
@@ -527,7 +562,7 @@ class Service:
         return found[0][0]
 
     def _score(self, tokens: np.ndarray, load: Callable[[], dict] | None) -> np.ndarray:
-        """Return the log-prob of each token of a prompt [T] given those before; NaN of the first."""
+        """Return the log-probs of the tokens of a prompt [T] given those before; NaN first."""
         if len(tokens) < 2:
             return np.full(len(tokens), np.nan, np.float32)
         lora = self.tenants.lora

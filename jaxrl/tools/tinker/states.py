@@ -44,7 +44,7 @@ def read(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Return the parts of a model that a file holds, and its facts."""
     parts: dict[str, Any] = {}
     with safe_open(path, "np") as file:
-        for name in file.keys():
+        for name in file.keys():  # noqa: SIM118
             part, _, way = name.partition("/")
             leaf, _, side = way.rpartition("/")
             if side:

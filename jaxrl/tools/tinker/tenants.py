@@ -8,7 +8,7 @@ base has no gradient, and a product of a tile fills the device, as a row of trai
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.models.lora import LoraConfig, attach
 from jaxrl.models.placement import model_shardings
-from jaxrl.models.transformer import Params, abstract_params, init_params, logical_axes
+from jaxrl.models.transformer import Params, abstract_params, init_params
 from jaxrl.parallel import Placement, fetch, replicated
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.tinker.losses import LOSSES
@@ -68,9 +68,7 @@ def new_tenant(lora: LoraConfig, seed: int, rank: int, alpha: float, chosen: set
         pair["a"] = pair["a"] * keep.astype(np.float32)
         pair["b"] = np.zeros_like(pair["b"])
     zeros = jax.tree.map(np.zeros_like, adapters)
-    return Tenant(
-        adapters, zeros, zeros, zeros, count=np.int32(0), scale=np.float32(alpha / rank)
-    )
+    return Tenant(adapters, zeros, zeros, zeros, count=np.int32(0), scale=np.float32(alpha / rank))
 
 
 class Tenants:
@@ -100,9 +98,7 @@ class Tenants:
         self.rows = batch_devices(placement.mesh, placement.rules)
         self._whole = replicated(placement.mesh)
         axes = model_shardings(lora, placement)
-        stacked = jax.tree.map(
-            lambda x: NamedSharding(x.mesh, PartitionSpec(None, *x.spec)), axes
-        )
+        stacked = jax.tree.map(lambda x: NamedSharding(x.mesh, PartitionSpec(None, *x.spec)), axes)
         self._one = Tenant(axes, axes, axes, axes, self._whole, self._whole)
         shardings = Tenant(stacked, stacked, stacked, stacked, self._whole, self._whole)
         shapes = jax.tree.map(lambda x: (slots, *x.shape), abstract_params(lora))
@@ -161,7 +157,7 @@ class Tenants:
         Returns:
             grad_norm, before it is clipped, and skipped_updates, 0 or 1.
         """
-        numbers = Adam(*map(np.float32, adam))
+        numbers = jax.tree.map(np.float32, adam)
         self._all, (norm, finite) = self._update(self._all, np.int32(slot), numbers)
         return {"grad_norm": float(norm), "skipped_updates": float(not finite)}
 
@@ -205,7 +201,7 @@ def _compute(
         found = forward(attach(lora, base, scaled), rows, with_entropy=False)[0]
         log_probs = jnp.roll(found, -1, axis=1)  # a place's score is that of its target
         branches = [
-            functools.partial(loss.of_tokens, inputs=tile.inputs, settings=tile.settings)
+            lambda x, loss=loss: loss.of_tokens(x, tile.inputs, tile.settings)
             for loss in LOSSES.values()
         ]
         losses = jax.lax.switch(tile.loss, branches, log_probs)

@@ -101,9 +101,7 @@ def cut(
     return tiles, places
 
 
-def _empty(
-    rows: int, width: int, loss: str, settings: Mapping[str, float], slot: int
-) -> Tile:
+def _empty(rows: int, width: int, loss: str, settings: Mapping[str, float], slot: int) -> Tile:
     shape = rows, width
     return Tile(
         tokens=np.zeros(shape, np.int32),

@@ -1,0 +1,219 @@
+"""From a config to the service and its server."""
+
+import asyncio
+import dataclasses
+import functools
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl import config as cfg
+from jaxrl.config.platform_defaults import settle
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.files import writable_folder
+from jaxrl.models import hf
+from jaxrl.models.architecture import keeps_states
+from jaxrl.models.lora import LoraConfig, adapter_specs, select_modules
+from jaxrl.models.placement import model_shardings, place_model
+from jaxrl.models.transformer import is_spec
+from jaxrl.parallel import make_mesh
+from jaxrl.parallel.compilation import enable_cache
+from jaxrl.parallel.devices import device_memory
+from jaxrl.rollout.build import native_engine
+from jaxrl.rollout.server.server import EXTRA
+from jaxrl.tools.tinker.journal import Journal
+from jaxrl.tools.tinker.keys import Keys, read_keys
+from jaxrl.tools.tinker.samplers import Samplers
+from jaxrl.tools.tinker.service import Service
+from jaxrl.tools.tinker.tenants import Tenants
+from jaxrl.training.build import make_forward_pass
+
+MATRICES = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+class Server:
+    """Serve in a thread of its own, from `start` to `stop`.
+
+    Args:
+        service: does what is asked.
+        keys: who may ask.
+        config: limits, and the address.
+    """
+
+    def __init__(self, service: Service, keys: Keys, config: cfg.TrainConfig) -> None:
+        self.service, self._keys, self._config = service, keys, config
+        self.url = ""
+        self._loop, self._stopping = asyncio.new_event_loop(), asyncio.Event()
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="jaxrl-tinker-http", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen, and to work.
+
+        Raises:
+            OSError: the address is not to be had.
+        """
+        self._thread.start()
+        self._started.result()
+
+    def join(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            Exception: a program failed; the service is to be begun again.
+        """
+        self._thread.join()
+        if self.service.died.done():
+            self.service.died.result()
+
+    def stop(self) -> None:
+        """End both; what is not done is done when the service begins again."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        from aiohttp import web
+
+        from jaxrl.tools.tinker.app import TinkerRoutes
+
+        settings, limits = self._config.generator.inference_engine, self._config.tinker
+        routes = TinkerRoutes(
+            self.service,
+            self._keys,
+            most_bytes=self._config.serve.max_body_bytes,
+            most_waiting=limits.max_waiting,
+            most_models=limits.max_models,
+        )
+        runner = web.AppRunner(routes.app(), access_log=None, shutdown_timeout=5)
+        await runner.setup()
+        try:
+            host, port = settings.http_endpoint_host, settings.http_endpoint_port
+            await web.TCPSite(runner, host, port).start()
+            port = runner.addresses[0][1]
+            self.url = f"http://{host}:{port}"
+            self.service.died.add_done_callback(
+                lambda _: self._loop.call_soon_threadsafe(self._stopping.set)
+            )
+            self._started.set_result(None)
+            await self._stopping.wait()
+        finally:
+            await runner.cleanup()
+            await asyncio.to_thread(self.service.stop)
+            self.service.journal.close()
+
+
+def make_server(config: Any) -> Server:
+    """Build the service of the model that a config names, to be started.
+
+    Raises:
+        ValueError: the config or the model folder is wrong, no key protects the server, or the
+            adapters do not fit.
+        ImportError: names the extra to install.
+    """
+    try:
+        import google.protobuf
+        import pydantic
+    except ImportError as error:
+        raise ImportError(EXTRA) from error
+    del google.protobuf, pydantic
+    config, _ = settle(cfg.resolve(cfg.to_train_config(config)))
+    trainer, settings, serve = config.trainer, config.generator.inference_engine, config.serve
+    limits, path = config.tinker, trainer.policy.model.path
+    if path is None:
+        raise ValueError("trainer.policy.model.path=None: set a Hugging Face model folder")
+    cfg.check_constraints(serve, "serve")
+    cfg.check_constraints(limits, "tinker")
+    keys = Keys(read_keys(limits.keys_file, settings.http_endpoint_host))
+    root = Path(writable_folder("tinker.root", limits.root))
+    enable_cache(trainer.compilation_cache_path)
+    tokenizer: Any = load_tokenizer(path, None)
+    model = hf.load_config(path, cfg.model_overrides(trainer, trainer.policy))
+    if model.experts is not None or keeps_states(model) or model.latent is not None:
+        raise ValueError(
+            f"trainer.policy.model.path={path!r}: this model has experts, states or latents, whose "
+            "matrices rows of a batch cannot have adapters of their own for yet"
+        )
+    lora = LoraConfig(model, _matrices(model), rank=limits.max_rank, alpha=limits.max_rank)
+    mesh = make_mesh(**dataclasses.asdict(trainer.policy.mesh))
+    placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
+    _check_memory(limits, lora, mesh.devices.flat[0])
+    base = hf.load_or_init(
+        hf.local_folder(path),
+        model,
+        overrides=cfg.model_overrides(trainer, trainer.policy),
+        random_init=trainer.policy.model.random_init,
+        seed=trainer.seed,
+        shardings=model_shardings(model, placement),
+    )
+    trainer.algorithm.temperature = 1.0  # what the API calls log-probs are the model's own
+    forward = make_forward_pass(config, model, placement).forward
+    tenants = Tenants(forward, base, lora, placement, limits.adapters + 1)
+    length = serve.max_model_len or cfg.longest_row(config)
+    places = limits.samplers + 1
+    engine = native_engine(
+        settings,
+        model,
+        make_mesh(devices=jax.devices()[:1]),
+        rows=serve.max_num_seqs,
+        max_model_len=length,
+        decode_text=tokenizer.decode,
+        steps_per_dispatch=serve.steps_per_dispatch,
+        shrink=False,  # what a sample draws does not depend on who else is there
+        lora=lora,
+        places=places,
+    )
+    engine.update_weights(base, 0)
+    stops = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)} - {None})
+    service = Service(
+        Journal(root / "journal.db"),
+        root,
+        tenants,
+        Samplers(engine, places, stops, model.vocab_size, length),
+        base=settings.served_model_name or Path(path).name,
+        folder=str(Path(path).absolute()),
+        vocabulary=model.vocab_size,
+        longest=length,
+        full=limits.row_tokens,
+        snapshot=limits.snapshot_calls,
+        on_host=limits.host_adapters,
+        answer_seconds=limits.answer_seconds,
+    )
+    return Server(service, keys, config)
+
+
+def _matrices(model: Any) -> tuple[str, ...]:
+    return tuple(
+        name for name in select_modules(model, "all-linear") if name.rpartition(".")[2] in MATRICES
+    )
+
+
+def _check_memory(limits: cfg.TinkerConfig, lora: LoraConfig, device: Any) -> None:
+    """Refuse more adapters than the memory of a device holds beside nothing else.
+
+    Raises:
+        ValueError: says how much is missing.
+    """
+    specs = jax.tree.leaves(adapter_specs(lora), is_leaf=is_spec)
+    one = sum(4 * functools.reduce(int.__mul__, spec.shape) for spec in specs)
+    asked = 4 * one * (limits.adapters + 1) + one * (limits.samplers + 1)
+    has = device_memory(device)
+    if asked > has:
+        raise ValueError(
+            f"tinker.adapters={limits.adapters}, tinker.max_rank={limits.max_rank}: adapters, "
+            f"gradients and moments need {asked / 2**30:.2f} GiB, {(asked - has) / 2**30:.2f} more "
+            "than a device has; lower one"
+        )
