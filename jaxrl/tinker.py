@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 
 from jaxrl.parallel.devices import check_devices
-from jaxrl.tools.tinker.build import make_server
+
+EXTRA = "the training service needs pydantic and protobuf: pip install 'jaxrl[tinker]'"
 
 
 @cli.command(__doc__, mendable=cli.MENDABLE_WITH_EXTRAS)
@@ -24,6 +25,10 @@ def main(argv: Sequence[str]) -> int:
     """Run `python -m jaxrl.tinker --config=FILE [--config.a.b=value ...]`."""
     config = cfg.read_command_line(argv)
     check_devices()
+    try:
+        from jaxrl.tools.tinker.build import make_server
+    except ImportError as error:
+        raise ImportError(f"{EXTRA} ({error})") from error
     server = make_server(config)
     server.start()
     print(f"serving {server.service.base} at {server.url}")

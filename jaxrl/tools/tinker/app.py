@@ -1,6 +1,7 @@
 """The routes of Tinker's API, on aiohttp."""
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from jaxrl.rollout.server.bodies import invalid
 from jaxrl.rollout.server.errors import ApiError, parse_json, refuse
-from jaxrl.tools.tinker import bodies
+from jaxrl.tools.tinker import bodies, graphs
 from jaxrl.tools.tinker.journal import DONE, WAITS, Call, Reused, facts
 from jaxrl.tools.tinker.keys import Keys
 from jaxrl.tools.tinker.service import BINARY, FOLDERS, SCHEME, Refused, Service
@@ -60,6 +61,7 @@ class TinkerRoutes:
             "create_session": self.create_session,
             "session_heartbeat": self.heartbeat,
             "sessions/{session}/finish": self.finish_session,
+            "create_custom_loss": self.create_loss,
             "create_model": self.create_model,
             "get_info": self.get_info,
             "forward_backward": self.forward_backward,
@@ -158,7 +160,11 @@ class TinkerRoutes:
         """Answer POST /client/config: how the SDK is to ask."""
         chunk = self._most_bytes // 2  # what the SDK estimates is less than what it sends
         return web.json_response(
-            {"fwdbwd_max_chunk_bytes_count": chunk, "use_pyqwest_transport": False}
+            {
+                "fwdbwd_max_chunk_bytes_count": chunk,
+                "custom_loss_server_side": True,
+                "use_pyqwest_transport": False,
+            }
         )
 
     async def dynamic_config(self, request: web.Request) -> web.Response:
@@ -256,6 +262,18 @@ class TinkerRoutes:
         else:
             answer["model_id"] = target
         return web.json_response(answer)
+
+    async def create_loss(self, request: web.Request) -> web.Response:
+        """Answer POST /create_custom_loss: it is checked at once."""
+        body, raw = await self._body(request, graphs.CreateLoss), await request.read()
+        await self._session(request, body.session_id)
+        graphs.loss_of(body)
+        name, number = f"{body.session_id}:loss:{body.custom_loss_seq_id}", body.custom_loss_seq_id
+        call = Call(name, request[OWNER], body.session_id, number, "create_custom_loss", raw)
+        await asyncio.to_thread(self.journal.accept, call)
+        answer = json.dumps({"type": "create_custom_loss", "loss_id": name}).encode()
+        await asyncio.to_thread(self.journal.finish, name, DONE, answer)
+        return web.json_response({"request_id": name})
 
     async def create_model(self, request: web.Request) -> web.Response:
         """Answer POST /create_model."""

@@ -207,6 +207,7 @@ class Retrieve(Body):
 
 # ---------------------------------------------------------------- forward_backward
 
+CUSTOM = "custom"  # a loss that a client has sent
 _DTYPES = {
     wire.DTYPE_FLOAT32: np.dtype("<f4"),
     wire.DTYPE_INT64: np.dtype("<i8"),
@@ -235,7 +236,7 @@ def loss_of(message: wire.ForwardBackwardRequest) -> tuple[str, dict[str, float]
         ApiError: 400, there is no such loss, or it has no such setting.
     """
     if message.loss_fn not in LOSSES:
-        refuse("loss_fn", message.loss_fn, f"must be one of {', '.join(LOSSES)}")
+        refuse("loss_fn", message.loss_fn, f"must be one of {', '.join(LOSSES)}, {CUSTOM}")
     known = LOSSES[message.loss_fn].settings
     given = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -251,10 +252,21 @@ def loss_of(message: wire.ForwardBackwardRequest) -> tuple[str, dict[str, float]
     return message.loss_fn, given
 
 
+def custom_of(message: wire.ForwardBackwardRequest) -> str:
+    """Return the name of the loss that a client has sent before."""
+    given = dict(message.loss_fn_config_v2)
+    if list(given) != ["loss_id"] or given["loss_id"].WhichOneof("value") != "text":
+        refuse("loss_fn_config", list(given), "must be loss_id alone, of a loss that was created")
+    return given["loss_id"].text
+
+
 def data_of(
-    message: wire.ForwardBackwardRequest, loss: str, vocabulary: int, longest: int
+    message: wire.ForwardBackwardRequest, names: Mapping[str, int], vocabulary: int, longest: int
 ) -> list[Datum]:
     """Return the data of a call.
+
+    Args:
+        names: inputs of the loss, with their dims: 1 = a number for each token, 0 = one number.
 
     Raises:
         ApiError: 400, names the datum, the field, the value and the fix.
@@ -262,13 +274,13 @@ def data_of(
     if not message.data:
         refuse("data", [], "must hold at least one datum")
     return [
-        _datum(f"data[{n}]", datum, LOSSES[loss].inputs, vocabulary, longest)
+        _datum(f"data[{n}]", datum, names, vocabulary, longest)
         for n, datum in enumerate(message.data)
     ]
 
 
 def _datum(
-    at: str, datum: wire.Datum, names: Sequence[str], vocabulary: int, longest: int
+    at: str, datum: wire.Datum, names: Mapping[str, int], vocabulary: int, longest: int
 ) -> Datum:
     for chunk in datum.model_input:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
@@ -284,14 +296,15 @@ def _datum(
         if ids.dtype.kind != "i" or wrong(ids, vocabulary):
             refuse(f"{at}.{name}", ids[:8].tolist(), f"ids must be from 0 to {vocabulary - 1}")
     inputs = {}
-    for name in names:
+    for name, rank in names.items():
         if name == "weights" and name not in datum.loss_fn_inputs:
             inputs[name] = np.ones(len(tokens), np.float32)
             continue
-        values = _array(at, name, datum.loss_fn_inputs, len(tokens)).astype(np.float32)
+        size = len(tokens) if rank else 1
+        values = _array(at, name, datum.loss_fn_inputs, size).astype(np.float32)
         if not np.isfinite(values).all():
             refuse(f"{at}.loss_fn_inputs[{name!r}]", values[:8].tolist(), "must be finite")
-        inputs[name] = values
+        inputs[name] = values if rank else values.reshape(())
     return Datum(tokens, targets.astype(np.int32), inputs)
 
 
@@ -313,7 +326,7 @@ def _array(at: str, name: str, tensors: Mapping[str, wire.Tensor], length: int) 
         refuse(
             field,
             list(tensor.shape),
-            f"must have one number for each of the {length} tokens of model_input",
+            f"must have {length} numbers: one, or one for each token of model_input",
         )
     return np.frombuffer(tensor.dense, kind)
 
@@ -321,16 +334,19 @@ def _array(at: str, name: str, tensors: Mapping[str, wire.Tensor], length: int) 
 # ---------------------------------------------------------------- results
 
 
-def forward_backward_output(log_probs: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -> bytes:
-    """Return the answer to a call: log-probs and losses of each datum, and the sum of losses."""
+def forward_backward_output(
+    columns: Mapping[str, Sequence[np.ndarray]], metrics: Mapping[str, float]
+) -> bytes:
+    """Return the answer to a call: what each datum has in some columns [T], and numbers of all."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(log_probs))
-    for name, arrays in (("logprobs", log_probs), ("elementwise_loss", losses)):
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord")
+    for name, arrays in columns.items():
+        record.num_datums = len(arrays)
         ends = np.cumsum([0, *(4 * len(x) for x in arrays)])
         field = record.fields[name]
         field.data = np.concatenate(arrays).astype("<f4").tobytes()
         field.offsets = ends.astype("<i8").tobytes()
         field.dtype = wire.DTYPE_FLOAT32
-    total = sum(float(x.sum(dtype=np.float64)) for x in losses)
-    message.metrics["loss:sum"] = total
+    for name, value in metrics.items():
+        message.metrics[name] = value
     return message.SerializeToString(deterministic=True)

@@ -23,7 +23,6 @@ from jaxrl.parallel import make_mesh
 from jaxrl.parallel.compilation import enable_cache
 from jaxrl.parallel.devices import device_memory
 from jaxrl.rollout.build import native_engine
-from jaxrl.rollout.server.server import EXTRA
 from jaxrl.tools.tinker.journal import Journal
 from jaxrl.tools.tinker.keys import Keys, read_keys
 from jaxrl.tools.tinker.samplers import Samplers
@@ -122,14 +121,7 @@ def make_server(config: Any) -> Server:
     Raises:
         ValueError: the config or the model folder is wrong, no key protects the server, or the
             adapters do not fit.
-        ImportError: names the extra to install.
     """
-    try:
-        import google.protobuf
-        import pydantic
-    except ImportError as error:
-        raise ImportError(EXTRA) from error
-    del google.protobuf, pydantic
     config, _ = settle(cfg.resolve(cfg.to_train_config(config)))
     trainer, settings, serve = config.trainer, config.generator.inference_engine, config.serve
     limits, path = config.tinker, trainer.policy.model.path

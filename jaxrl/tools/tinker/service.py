@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +22,9 @@ import numpy as np
 
 from jaxrl.models.lora import LoraConfig, matrices
 from jaxrl.rollout.server.errors import ApiError
-from jaxrl.tools.tinker import bodies, states
+from jaxrl.tools.tinker import bodies, graphs, states
 from jaxrl.tools.tinker.journal import DONE, FAILED, WAITS, Call, Journal, facts
+from jaxrl.tools.tinker.losses import LOSSES
 from jaxrl.tools.tinker.samplers import Samplers
 from jaxrl.tools.tinker.tenants import PER_DISPATCH, Adam, Tenant, Tenants, new_tenant
 from jaxrl.tools.tinker.tiles import Datum, Place, Tile, cut, read
@@ -71,6 +72,8 @@ class Running:
     Attributes:
         tiles: all of them.
         places: of its data.
+        then: goes on with the log-probs of all data; None = the call is at its end.
+        told: numbers for the answer; None = the sum of the losses.
         done: number of tiles that are computed.
         log_probs, losses: of these.
     """
@@ -80,6 +83,8 @@ class Running:
     tiles: list[Tile]
     places: list[Place]
     learns: bool
+    then: Callable[[list[np.ndarray]], "Running | bytes"] | None = None
+    told: dict[str, float] | None = None
     done: int = 0
     log_probs: list[np.ndarray] = field(default_factory=list)
     losses: list[np.ndarray] = field(default_factory=list)
@@ -273,7 +278,7 @@ class Service:
     def _guarded(self, call: Call, run: Callable[[Call], object]) -> None:
         try:
             run(call)
-        except (Refused, ApiError) as error:
+        except (ValueError, ApiError) as error:
             self._finish(call, FAILED, {"error": str(error), "category": "user"})
         except Exception as error:
             _log.exception("%s %s", call.kind, call.id)
@@ -304,17 +309,53 @@ class Service:
     # ---------------------------------------------------------------- tiles
 
     def _cut(self, model: Model, call: Call) -> Running:
-        message = bodies.parse_forward_backward(call.body)
-        loss, settings = bodies.loss_of(message)
-        data = bodies.data_of(message, loss, self.vocabulary, self.longest)
-        assert model.slot is not None
-        shape = {"slot": model.slot, "rows": self.tenants.rows, "full": self._full}
-        tiles, places = cut(data, loss, settings, **shape)
         others = [self._served[one.model.owner] for one in self._running]
         # who comes back has no claim to what others had meanwhile
         served = self._served[model.owner]
         self._served[model.owner] = max(served, min(others, default=served))
-        return Running(model, call, tiles, places, call.kind == "forward_backward")
+        message, learns = bodies.parse_forward_backward(call.body), call.kind == "forward_backward"
+        if message.loss_fn == bodies.CUSTOM:
+            return self._cut_custom(model, call, message)
+        loss, settings = bodies.loss_of(message)
+        names = dict.fromkeys(LOSSES[loss].inputs, 1)
+        data = bodies.data_of(message, names, self.vocabulary, self.longest)
+        return Running(model, call, *self._tiles(model, data, loss, settings), learns)
+
+    def _tiles(
+        self, model: Model, data: list[Datum], loss: str, settings: Mapping[str, float]
+    ) -> tuple[list[Tile], list[Place]]:
+        assert model.slot is not None
+        shape = {"slot": model.slot, "rows": self.tenants.rows, "full": self._full}
+        return cut(data, loss, settings, **shape)
+
+    def _cut_custom(
+        self, model: Model, call: Call, message: bodies.wire.ForwardBackwardRequest
+    ) -> Running:
+        """Begin a call with a client's own loss, whose gradient by log-probs is pulled back.
+
+        The second time the loss is the sum of the log-probs, each times what that is.
+        """
+        found = self.journal.calls("id = ? AND owner = ?", bodies.custom_of(message), model.owner)
+        if not found or found[0][0].kind != "create_custom_loss":
+            raise Refused("loss_fn_config: there is no loss of this loss_id; create it first")
+        body = graphs.CreateLoss.model_validate_json(found[0][0].body)
+        inputs = {one.name: one.rank for one in body.inputs[1:]}
+        data = bodies.data_of(message, inputs, self.vocabulary, self.longest)
+
+        def then(log_probs: list[np.ndarray]) -> Running | bytes:
+            given = [[datum.inputs[name] for name in inputs] for datum in data]
+            slopes, told = graphs.slopes_of(graphs.loss_of(body), log_probs, given)
+            if call.kind == "forward":
+                return bodies.forward_backward_output({"logprobs": log_probs}, told)
+            pulled = [
+                datum._replace(inputs={"weights": -slope})
+                for datum, slope in zip(data, slopes, strict=True)
+            ]
+            again = self._tiles(model, pulled, "cross_entropy", {})
+            return Running(model, call, *again, learns=True, told=told)
+
+        bare = [datum._replace(inputs={}) for datum in data]
+        return Running(model, call, *self._tiles(model, bare, "cross_entropy", {}), False, then)
 
     def _dispatch(self) -> None:
         """Compute some tiles: of one width, one of each owner in turn."""
@@ -348,8 +389,23 @@ class Service:
         ended = [one for one in self._running if one.done == len(one.tiles)]
         self._running = [one for one in self._running if one.done < len(one.tiles)]
         for one in ended:
-            found = read(one.places, one.log_probs), read(one.places, one.losses)
-            self._finish(one.call, DONE, bodies.forward_backward_output(*found))
+            self._guarded(one.call, lambda call, one=one: self._end_of(one))
+
+    def _end_of(self, one: Running) -> None:
+        """Answer a call whose tiles are all computed, or go on with it."""
+        log_probs = read(one.places, one.log_probs)
+        if one.then is not None:
+            after = one.then(log_probs)
+            if isinstance(after, Running):
+                self._running.append(after)
+            else:
+                self._finish(one.call, DONE, after)
+            return
+        columns, told = {"logprobs": log_probs}, one.told
+        if told is None:
+            columns["elementwise_loss"] = losses = read(one.places, one.losses)
+            told = {"loss:sum": sum(float(x.sum(dtype=np.float64)) for x in losses)}
+        self._finish(one.call, DONE, bodies.forward_backward_output(columns, told))
 
     # ---------------------------------------------------------------- calls of models
 
