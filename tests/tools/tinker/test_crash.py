@@ -1,0 +1,118 @@
+"""The server is killed while clients train: each ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from tinker import types
+
+from jaxrl.tools.tinker import states
+from tests.tools.tinker.serving import CHANGES, KEY, client, datum, serving, trainer
+
+CLIENTS, STEPS = 4, 6
+PROMPT = types.ModelInput.from_ints([3, 1, 4])
+
+
+class Process:
+    """A server in a process of its own, at one port for all its lives."""
+
+    def __init__(self, root):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        changes = CHANGES | {"tinker.root": str(root), "tinker.snapshot_calls": 4}
+        changes["generator.inference_engine.http_endpoint_port"] = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.command = [sys.executable, "-m", "jaxrl.tinker", "--config=configs/quickstart.py"]
+        self.command += [f"--config.{name}={value!r}" for name, value in changes.items()]
+        self.running = None
+
+    def start(self):
+        self.running = subprocess.Popen(self.command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        request = urllib.request.Request(f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY})
+        for _ in range(600):
+            assert self.running.poll() is None
+            try:
+                urllib.request.urlopen(request, timeout=5)
+                return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise AssertionError("it did not start")
+
+    def kill(self):
+        self.running.send_signal(signal.SIGKILL)
+        self.running.wait()
+
+
+def train(url, number, pause=0.0):
+    """What one client does and is told, and the path of the last checkpoint."""
+    told, rng = [], np.random.default_rng(number)
+    with client(url, f"{KEY}{number}") as service:
+        model = trainer(service, seed=number)
+        for step in range(STEPS):
+            tokens = rng.integers(0, 40, (3, 12)).tolist()
+            data = [datum(row, weights=[1.0] * 11) for row in tokens]
+            halves = [
+                model.forward_backward(half, "cross_entropy") for half in (data[:1], data[1:])
+            ]
+            update = model.optim_step(types.AdamParams(learning_rate=1e-2))
+            told += [half.result().metrics for half in halves]
+            told.append(update.result().metrics)
+            if step % 3 == 2:
+                sampler = model.save_weights_and_get_sampling_client().result()
+                params = types.SamplingParams(max_tokens=5, seed=step)
+                drawn = sampler.sample(prompt=PROMPT, num_samples=2, sampling_params=params)
+                told += [(s.tokens, s.logprobs) for s in drawn.result().sequences]
+            time.sleep(pause)
+        return told, model.save_state("end").result().path
+
+
+def ends(root, paths):
+    """The checkpoints that clients have written, as arrays."""
+    found = []
+    for path in paths:
+        model, folder, name = path.removeprefix("tinker://").split("/")
+        file = root / "checkpoints" / model / folder / f"{name}.safetensors"
+        found.append(states.read(file)[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("undisturbed")
+    with serving(root) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        told, paths = zip(*pool.map(lambda n: train(server.url, n), range(CLIENTS)), strict=True)
+        return told, ends(root, paths)
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_what_was_acknowledged_survives_the_server(tmp_path, undisturbed, kills):
+    draw, server = random.Random(kills), Process(tmp_path)
+    server.start()
+    try:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            pause = 0.5 if kills < 5 else 3.0
+            clients = [pool.submit(train, server.url, n, pause) for n in range(CLIENTS)]
+            for _ in range(kills):
+                time.sleep(draw.uniform(0.2, 3.0))
+                if all(one.done() for one in clients):
+                    break
+                server.kill()
+                server.start()
+            told, paths = zip(*(one.result(timeout=500) for one in clients), strict=True)
+    finally:
+        server.kill()
+    assert told == undisturbed[0]
+    for found, expected in zip(ends(tmp_path, paths), undisturbed[1], strict=True):
+        assert found.keys() == expected.keys()
+        for part in found:
+            np.testing.assert_equal(found[part], expected[part])
