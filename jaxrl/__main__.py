@@ -43,6 +43,9 @@ COMMANDS = {
         "evaluate": ("jaxrl.evaluate", "score a checkpoint, a model folder or a server"),
         "serve": ("jaxrl.serve", "answer over HTTP, as OpenAI's API"),
     },
+    "For others": {
+        "tinker": ("jaxrl.tinker", "train and sample over Tinker's API, many adapters at once"),
+    },
     "Beside": {
         "retriever": (
             "jaxrl.envs.retrieval.retriever_server",

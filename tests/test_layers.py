@@ -43,6 +43,7 @@ LAYERS = {
     "compare": 8,
     "sweep": 8,
     "report": 8,
+    "tinker": 8,
     "new": 8,
     "recipes": 8,
     "completion": 8,

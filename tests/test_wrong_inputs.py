@@ -360,6 +360,7 @@ COMMANDS = [
     ("prove", ["--again=updates"], ["--again=updates", "there are machine, doctor"]),
     ("sft", ["--config=recipe.py"], ["has no effect in supervised", "configs/sft_*.py"]),
     ("serve", ["--config=recipe.py", "--port=99999"], ["99999"]),
+    ("tinker", ["--config=recipe.py", "--config.tinker.max_rank=0"], ["tinker.max_rank=0"]),
     ("config.from_skyrl", ["nowhere.sh"], ["nowhere.sh"]),
     ("config.from_skyrl", ["trainer.seed"], ["'trainer.seed'", "key.path=value"]),
     ("data.prepare", ["gsm9k", "--output", "x"], ["gsm9k"]),
