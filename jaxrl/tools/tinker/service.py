@@ -6,17 +6,18 @@ ones. What a model is after a call is written now and then, and what comes later
 a crash: the journal has it, and every number comes out the same.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,6 +89,20 @@ class Running:
     done: int = 0
     log_probs: list[np.ndarray] = field(default_factory=list)
     losses: list[np.ndarray] = field(default_factory=list)
+
+
+class Asking(NamedTuple):
+    """Hold a call for samples.
+
+    Attributes:
+        name: of the weights; "" = the base.
+        load: reads them.
+    """
+
+    call: Call
+    body: bodies.Sample
+    name: str
+    load: Callable[[], dict[str, Any]] | None
 
 
 class Refused(ValueError):
@@ -231,36 +246,30 @@ class Service:
     # ---------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._stopped or self._running or self._samples or self._heads()):
-                    self._changed.wait()
-                if self._stopped:
-                    return
-                samples, self._samples = self._samples, []
-                heads = self._heads()
-            for call in samples:
-                self._guarded(call, self._sample)
-            for model in heads:
-                call, state = model.calls[model.next]
-                if self._bring(model):
-                    self._guarded(call, lambda call, m=model, s=state: self._begin(m, call, s))
-            if self._running:
-                try:
-                    self._dispatch()
-                except Exception as error:  # what the devices hold may be gone
-                    _log.exception("a program failed; the service ends")
-                    self._give_up(error)
-                    return
-            self._tidy()
+        try:
+            while self._round():
+                self._tidy()
+        except Exception as error:  # what the devices hold may be gone
+            _log.exception("a program failed; the service ends")
+            self.died.set_exception(error)
 
-    def _give_up(self, error: Exception) -> None:
-        """Answer what was being computed; when the server begins again, that is left out."""
-        for one in self._running:
-            answer = {"error": f"a program failed: {error}", "category": "server"}
-            self.journal.finish(one.call.id, FAILED, json.dumps(answer).encode())
-            self._told(one.call.id)
-        self.died.set_exception(error)
+    def _round(self) -> bool:
+        """Wait until there is something to do, and do some of it; return False when stopped."""
+        with self._changed:
+            while not (self._stopped or self._running or self._samples or self._heads()):
+                self._changed.wait()
+            if self._stopped:
+                return False
+            samples, self._samples = self._samples, []
+            heads = self._heads()
+        self._sample(samples)
+        for model in heads:
+            call, state = model.calls[model.next]
+            if self._bring(model):
+                self._guarded(call, lambda call, m=model, s=state: self._begin(m, call, s))
+        if self._running:
+            self._dispatch()
+        return True
 
     def _tidy(self) -> None:
         """Forget now and then what is kept for a time."""
@@ -381,7 +390,13 @@ class Service:
         for one in chosen:
             tiles.append(one.tiles[one.done + done[id(one)]])
             done[id(one)] += 1
-        log_probs, losses = self.tenants.run(tiles, learns=least.learns)
+        try:
+            log_probs, losses = self.tenants.run(tiles, learns=least.learns)
+        except Exception as error:
+            for one in chosen:  # when the server begins again, they are left out
+                answer = {"error": f"the program failed: {error}", "category": "server"}
+                self.journal.finish(one.call.id, FAILED, json.dumps(answer).encode())
+            raise
         for one, of_tile, loss in zip(chosen, log_probs, losses, strict=True):
             one.log_probs.append(of_tile)
             one.losses.append(loss)
@@ -584,26 +599,31 @@ class Service:
 
     # ---------------------------------------------------------------- samples
 
-    def _sample(self, call: Call) -> None:
+    def _sample(self, calls: Sequence[Call]) -> None:
+        """Begin to sample, after the prompts of all calls are scored where that is asked for."""
+        asked: list[Asking] = []
+        for call in calls:
+            self._guarded(call, lambda call: asked.append(self._asking(call)))
+        scores = self._score([one for one in asked if one.body.prompt_logprobs])
+        for one in asked:
+            given = one.call, one.body, one.name, one.load, scores.get(one.call.id)
+            answered = functools.partial(self._sampled, one.call)
+            self._guarded(one.call, lambda _, g=given, a=answered: self.samplers.submit(*g, a))
+
+    def _asking(self, call: Call) -> Asking:
         body = bodies.Sample.model_validate_json(call.body)
         path = self.sampled_path(call.target, call.owner)
-        name, load = "", None
-        if path:
-            version, _ = self.checkpoint(path, call.owner, "sampler")
-            name = f"{path}@{version}"
-            load = lambda: states.read(self.file_of(path))[0]  # noqa: E731
+        if not path:
+            return Asking(call, body, "", None)
+        version, _ = self.checkpoint(path, call.owner, "sampler")
+        return Asking(call, body, f"{path}@{version}", lambda: states.read(self.file_of(path))[0])
 
-        def answered(answer: bytes | Exception) -> None:
-            if isinstance(answer, bytes):
-                self._finish(call, DONE, answer)
-            else:
-                kind = "user" if isinstance(answer, ValueError) else "server"
-                self._finish(call, FAILED, {"error": str(answer), "category": kind})
-
-        scores = None
-        if body.prompt_logprobs:
-            scores = self._score(np.array(body.prompt.tokens, np.int32), load)
-        self.samplers.submit(call, body, name, load, scores, answered)
+    def _sampled(self, call: Call, answer: bytes | Exception) -> None:
+        if isinstance(answer, bytes):
+            self._finish(call, DONE, answer)
+            return
+        kind = "user" if isinstance(answer, ValueError) else "server"
+        self._finish(call, FAILED, {"error": str(answer), "category": kind})
 
     def sampled_path(self, sampler: str, owner: str) -> str:
         """Return the checkpoint that an owner's sampler samples from; "" = it is the base.
@@ -617,22 +637,41 @@ class Service:
             raise Refused(f"sampling_session_id={sampler!r}: there is no such sampler")
         return found[0][0]
 
-    def _score(self, tokens: np.ndarray, load: Callable[[], dict] | None) -> np.ndarray:
-        """Return the log-probs of the tokens of a prompt [T] given those before; NaN first."""
-        if len(tokens) < 2:
-            return np.full(len(tokens), np.nan, np.float32)
-        lora = self.tenants.lora
-        nothing = new_tenant(lora, 0, 1, 1.0, set())
-        if load is not None:
-            parts = load()
-            nothing = nothing.replace(adapters=parts["adapters"], scale=parts["scale"])
+    def _score(self, asked: Sequence[Asking]) -> dict[str, np.ndarray]:
+        """Return the log-probs of the tokens of prompts [T] given those before, NaN first, by call.
+
+        Each prompt is cut by itself; those of one model and width are computed together.
+        """
+        found = {
+            one.call.id: np.full(len(one.body.prompt.tokens), np.nan, np.float32) for one in asked
+        }
         slot = self.tenants.slots - 1
-        self.tenants.put(slot, nothing)
-        datum = Datum(tokens[:-1], tokens[1:], {})
         shape = {"slot": slot, "rows": self.tenants.rows, "full": self._full}
-        tiles, places = cut([datum], "cross_entropy", {}, **shape)
-        log_probs, _ = self.tenants.run(tiles, learns=False)
-        return np.concatenate([[np.float32(np.nan)], *read(places, log_probs)])
+        groups: defaultdict[tuple[str, int], list[tuple[Asking, Tile, Place]]] = defaultdict(list)
+        for one in asked:
+            tokens = np.array(one.body.prompt.tokens, np.int32)
+            if not 2 <= len(tokens) <= self.longest or bodies.wrong(tokens, self.vocabulary):
+                continue  # nothing to score, or refused when it is to be sampled
+            (tile,), (place,) = cut(
+                [Datum(tokens[:-1], tokens[1:], {})], "cross_entropy", {}, **shape
+            )
+            groups[one.name, tile.tokens.shape[1]].append((one, tile, place))
+        there: str | None = None
+        for (name, _), members in sorted(groups.items(), key=lambda group: group[0]):
+            if name != there:
+                model, load = new_tenant(self.tenants.lora, 0, 1, 1.0, set()), members[0][0].load
+                if load is not None:
+                    try:
+                        parts = load()
+                    except OSError:  # just deleted: the engine finds nothing either, and says so
+                        continue
+                    model = model.replace(adapters=parts["adapters"], scale=parts["scale"])
+                self.tenants.put(slot, model)
+                there = name
+            log_probs, _ = self.tenants.run([tile for _, tile, _ in members], learns=False)
+            for (one, _, place), scores in zip(members, log_probs, strict=True):
+                found[one.call.id][1:] = read([place], [scores])[0]
+        return found
 
 
 def trained(lora: LoraConfig, asked: dict[str, Any]) -> set[str]:
