@@ -329,7 +329,7 @@ def make_forward_pass(
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
     forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
     options: dict[str, Any] = {"with_entropy": False, "teacher_beta": None}
-    options |= {"top_k": 0, "states": False}
+    options |= {"top_k": 0, "of_ids": False, "states": False}
     forward = functools.partial(forward, teacher=teacher_model(trainer, model, placement))
     if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
         options |= {"routers": (), "loads": False}

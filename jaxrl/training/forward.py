@@ -80,6 +80,7 @@ def log_probs_and_entropy(
     with_entropy: bool = True,
     teacher_beta: float | None = None,
     top_k: int = 0,
+    of_ids: bool = False,
     states: bool = False,
     teacher: TransformerConfig | None = None,
     routers: tuple[str, ...] = (),
@@ -104,6 +105,7 @@ def log_probs_and_entropy(
         with_entropy: False returns zeros for it; it costs a pass over the vocabulary.
         teacher_beta: of the divergence from the teacher of the rows, which is returned as well.
         top_k: return the likeliest ids, and the log-probs of them and of all others, as a teacher.
+        of_ids: return the log-probs of the rows' `teacher_ids` as well.
         states: return the states that the head reads, as a teacher of whole distributions.
         teacher: whose states the rows have, and head; None = the rows have its likeliest ids.
         routers: which of `RouterTerms` to return as well, the mean of all layers with experts.
@@ -117,8 +119,8 @@ def log_probs_and_entropy(
         log_probs [B, T], entropy [B, T], float32: `log_probs[b, t] = log p(tokens[b, t] |
         tokens[b, :t])` where it is wanted, else 0. One trajectory in each row b, whatever the rows
         of the model held; T = L where `rows.source` is None. Then, if asked for: the divergence
-        [B, T]; ids [B, T, K] and log-probs [B, T, K + 1]; states [B, T, D]; those of `routers` [B,
-        T]. With `loads` a pair of these, a tuple, and them.
+        [B, T]; ids [B, T, K] and log-probs [B, T, K + 1]; those of given ids [B, T, K]; states [B,
+        T, D]; those of `routers` [B, T]. With `loads` a pair of these, a tuple, and them.
     """
     rows = _spread(rows if tiles is None else _unpacked(rows), placement)
     params = with_dropout(params, rows.keys)
@@ -162,7 +164,7 @@ def log_probs_and_entropy(
             return (outputs, found_loads) if loads else outputs
         head = Head(config, temperature, dtype, with_entropy, kernel=head_kernel)
         head = dataclasses.replace(head, top_k=top_k)
-        head, said = _with_teacher(head, rows, teacher_beta, teacher)
+        head, said = _with_teacher(head, rows, teacher_beta, teacher, of_ids=of_ids)
         targets, wanted = Targets(rows.targets, rows.kept, said), rows.wanted
         if rows.parents is not None:
             hidden = jnp.take_along_axis(hidden, rows.parents[..., None], axis=1)
@@ -178,9 +180,16 @@ def log_probs_and_entropy(
 
 
 def _with_teacher(
-    head: "Head", rows: ModelRows, beta: float | None, teacher: TransformerConfig | None
+    head: "Head",
+    rows: ModelRows,
+    beta: float | None,
+    teacher: TransformerConfig | None,
+    *,
+    of_ids: bool,
 ) -> tuple["Head", tuple[Any, ...] | None]:
     """Return the head as it is to score, and what a teacher said of the rows' targets."""
+    if of_ids:
+        return dataclasses.replace(head, of_ids=True), (rows.teacher_ids,)
     if beta is None:
         return head, None
     if teacher is None:
@@ -310,6 +319,7 @@ class Head:
         teacher_beta: see `generalized_jsd`; None = no divergence is asked for.
         teacher: head that makes logits of a teacher's states; None = of the likeliest ids it tells.
         top_k: likeliest ids that are asked for, with their log-probs; 0 = none.
+        of_ids: the log-probs of ids that come with the targets are asked for.
         specs: how each weight is sharded; empty on one device.
         batch: mesh axes of tokens: over them weights are stored in parts, and whole when used.
         vocab: mesh axis over which the vocabulary is split, in storage and in use.
@@ -331,6 +341,7 @@ class Head:
     teacher_beta: float | None = None
     teacher: "Head | None" = None
     top_k: int = 0
+    of_ids: bool = False
 
     @property
     def model(self) -> TransformerConfig:
@@ -417,6 +428,9 @@ class Head:
         if self.top_k:
             ids = top_ids(every, self.top_k, self.vocab)
             found += ids, event_log_probs(every, ids, self.vocab)
+        if self.of_ids:
+            assert targets.teacher is not None
+            found += (event_log_probs(every, targets.teacher[0], self.vocab)[..., :-1],)
         return found
 
     def divergence(
@@ -462,6 +476,7 @@ def score(
     head = dataclasses.replace(head, chunk_tokens=chunk_tokens)
     # kernels know the target and the sum over all ids; and not the head of another library
     distributions = head.teacher_beta is not None or head.top_k or targets.kept is not None
+    distributions = distributions or head.of_ids
     by_columns = head.kernel == REFERENCE or distributions or not axes
     run: Any = score_columns if by_columns else score_tokens
     of_teacher = () if known is None else (known,)
@@ -585,7 +600,7 @@ def _score_columns_backward(head: Head, residuals: tuple, cotangents: tuple) -> 
     hidden, targets = front
     width = _columns(head, wanted.shape, whole)
     pad = targets.tokens.shape[1] - wanted.shape[1]
-    cotangents = tuple(_take(jnp.where(wanted, g, 0.0), order, pad) for g in cotangents)
+    cotangents = tuple(_take(_where(wanted, g), order, pad) for g in cotangents)
 
     def body(i: Array, grads: tuple[Params, Array]) -> tuple[Params, Array]:
         targets_i = jax.tree.map(lambda x: _chunk(x, i, width), targets)

@@ -3,6 +3,7 @@
 Fields that a later SDK adds are refused unless they ask for nothing; see `Body`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -207,6 +208,7 @@ class Retrieve(Body):
 
 # ---------------------------------------------------------------- forward_backward
 
+MOST_TARGETS = 128  # at one place
 CUSTOM = "custom"  # a loss that a client has sent
 _DTYPES = {
     wire.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -294,16 +296,22 @@ def _datum(
     targets = _array(at, "target_tokens", datum.loss_fn_inputs, len(tokens))
     for name, ids in (("model_input", tokens), ("loss_fn_inputs['target_tokens']", targets)):
         if ids.dtype.kind != "i" or wrong(ids, vocabulary):
-            refuse(f"{at}.{name}", ids[:8].tolist(), f"ids must be from 0 to {vocabulary - 1}")
+            refuse(f"{at}.{name}", ids.flat[:8].tolist(), f"ids must be from 0 to {vocabulary - 1}")
+    if targets.ndim > 1 and list(names) != ["weights"]:
+        refuse(f"{at}.loss_fn_inputs['target_tokens']", targets.shape, "only cross_entropy takes 2")
     inputs = {}
     for name, rank in names.items():
         if name == "weights" and name not in datum.loss_fn_inputs:
-            inputs[name] = np.ones(len(tokens), np.float32)
+            inputs[name] = np.ones(targets.shape, np.float32)
             continue
         size = len(tokens) if rank else 1
         values = _array(at, name, datum.loss_fn_inputs, size).astype(np.float32)
         if not np.isfinite(values).all():
-            refuse(f"{at}.loss_fn_inputs[{name!r}]", values[:8].tolist(), "must be finite")
+            refuse(f"{at}.loss_fn_inputs[{name!r}]", values.flat[:8].tolist(), "must be finite")
+        if name == "weights" and values.shape != targets.shape:
+            refuse(f"{at}.loss_fn_inputs[{name!r}]", values.shape, f"must be {targets.shape}")
+        if rank and name != "weights" and values.ndim > 1:
+            refuse(f"{at}.loss_fn_inputs[{name!r}]", values.shape, "must have one number a token")
         inputs[name] = values if rank else values.reshape(())
     return Datum(tokens, targets.astype(np.int32), inputs)
 
@@ -315,20 +323,46 @@ def wrong(ids: Any, vocabulary: int) -> bool:
 
 
 def _array(at: str, name: str, tensors: Mapping[str, wire.Tensor], length: int) -> np.ndarray:
+    """Return a tensor of a datum, [length] or [length, K], K up to `MOST_TARGETS`."""
     field = f"{at}.loss_fn_inputs[{name!r}]"
     if name not in tensors:
         refuse(field, None, "is required by this loss")
     tensor = tensors[name]
-    if tensor.WhichOneof("encoding") != "dense" or tensor.dtype not in _DTYPES:
-        refuse(field, "a sparse tensor", "must be dense, float32 or int64, one number a token")
-    kind = _DTYPES[tensor.dtype]
-    if len(tensor.dense) != length * kind.itemsize or list(tensor.shape) not in ([], [length]):
+    if tensor.dtype not in _DTYPES:
+        refuse(field, tensor.dtype, "must be float32 or int64")
+    kind, shape = _DTYPES[tensor.dtype], list(tensor.shape) or [length]
+    fits = shape == [length] or (len(shape) == 2 and shape[0] == length)
+    if not fits or not 1 <= shape[-1] <= max(length, MOST_TARGETS):
         refuse(
             field,
             list(tensor.shape),
-            f"must have {length} numbers: one, or one for each token of model_input",
+            f"must have {length} numbers: one, or one for each token of model_input; or as many "
+            f"rows of up to {MOST_TARGETS}",
         )
-    return np.frombuffer(tensor.dense, kind)
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        return _densified(field, tensor.sparse_csr, kind, shape)
+    if len(tensor.dense) != math.prod(shape) * kind.itemsize:
+        refuse(field, len(tensor.dense), f"bytes are not {math.prod(shape)} numbers")
+    return np.frombuffer(tensor.dense, kind).reshape(shape)
+
+
+def _densified(
+    field: str, sparse: wire.SparseCsr, kind: np.dtype, shape: Sequence[int]
+) -> np.ndarray:
+    """Return a matrix of which what is not 0 is listed row by row."""
+    parts = sparse.values, sparse.crow_indices, sparse.col_indices
+    sizes = kind.itemsize, 8, 8
+    if len(shape) != 2 or any(len(x) % size for x, size in zip(parts, sizes, strict=True)):
+        refuse(field, list(shape), "is no sparse matrix")
+    values = np.frombuffer(parts[0], kind)
+    ends, columns = (np.frombuffer(x, "<i8") for x in parts[1:])
+    right = len(ends) == shape[0] + 1 and len(values) == len(columns)
+    right = right and ends[0] == 0 and ends[-1] == len(values) and (np.diff(ends) >= 0).all()
+    if not right or wrong(columns, shape[1]):
+        refuse(field, list(shape), "is no sparse matrix: its indices do not fit")
+    found = np.zeros(shape, kind)
+    found[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
+    return found
 
 
 # ---------------------------------------------------------------- results
@@ -337,16 +371,23 @@ def _array(at: str, name: str, tensors: Mapping[str, wire.Tensor], length: int) 
 def forward_backward_output(
     columns: Mapping[str, Sequence[np.ndarray]], metrics: Mapping[str, float]
 ) -> bytes:
-    """Return the answer to a call: what each datum has in some columns [T], and numbers of all."""
+    """Return the answer to a call: what each datum has in some columns, and numbers of all.
+
+    Args:
+        columns: by name, [T] of each datum, or [T, K].
+    """
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord")
-    for name, arrays in columns.items():
-        record.num_datums = len(arrays)
-        ends = np.cumsum([0, *(4 * len(x) for x in arrays)])
-        field = record.fields[name]
-        field.data = np.concatenate(arrays).astype("<f4").tobytes()
-        field.offsets = ends.astype("<i8").tobytes()
-        field.dtype = wire.DTYPE_FLOAT32
+    numbers = len(next(iter(columns.values())))
+    shapes = [x.shape[1:] for x in next(iter(columns.values()))]
+    firsts = [n for n in range(numbers) if not n or shapes[n] != shapes[n - 1]]
+    for first, end in zip(firsts, [*firsts[1:], numbers], strict=True):  # of one shape each
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - first)
+        for name, arrays in columns.items():
+            some, field = arrays[first:end], record.fields[name]
+            field.data = np.concatenate(some).astype("<f4").tobytes()
+            field.offsets = np.cumsum([0, *(4 * x.size for x in some)]).astype("<i8").tobytes()
+            field.dtype = wire.DTYPE_FLOAT32
+            field.trailing_shape[:] = shapes[first]
     for name, value in metrics.items():
         message.metrics[name] = value
     return message.SerializeToString(deterministic=True)

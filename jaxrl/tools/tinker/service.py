@@ -71,6 +71,7 @@ class Running:
     """Hold a call whose tiles are being computed.
 
     Attributes:
+        data: of the call.
         tiles: all of them.
         places: of its data.
         then: goes on with the log-probs of all data; None = the call is at its end.
@@ -81,6 +82,7 @@ class Running:
 
     model: Model
     call: Call
+    data: list[Datum]
     tiles: list[Tile]
     places: list[Place]
     learns: bool
@@ -328,7 +330,7 @@ class Service:
         loss, settings = bodies.loss_of(message)
         names = dict.fromkeys(LOSSES[loss].inputs, 1)
         data = bodies.data_of(message, names, self.vocabulary, self.longest)
-        return Running(model, call, *self._tiles(model, data, loss, settings), learns)
+        return Running(model, call, data, *self._tiles(model, data, loss, settings), learns)
 
     def _tiles(
         self, model: Model, data: list[Datum], loss: str, settings: Mapping[str, float]
@@ -361,19 +363,20 @@ class Service:
                 for datum, slope in zip(data, slopes, strict=True)
             ]
             again = self._tiles(model, pulled, "cross_entropy", {})
-            return Running(model, call, *again, learns=True, told=told)
+            return Running(model, call, pulled, *again, learns=True, told=told)
 
         bare = [datum._replace(inputs={}) for datum in data]
-        return Running(model, call, *self._tiles(model, bare, "cross_entropy", {}), False, then)
+        tiles = self._tiles(model, bare, "cross_entropy", {})
+        return Running(model, call, bare, *tiles, learns=False, then=then)
 
     def _dispatch(self) -> None:
-        """Compute some tiles: of one width, one of each owner in turn."""
+        """Compute some tiles: of one shape, one of each owner in turn."""
         least = min(self._running, key=lambda one: self._served[one.model.owner])
-        width = least.tiles[least.done].tokens.shape
+        shape = least.tiles[least.done].shape
 
         def fits(one: Running, number: int) -> bool:
             alike = one.learns == least.learns
-            return alike and number < len(one.tiles) and one.tiles[number].tokens.shape == width
+            return alike and number < len(one.tiles) and one.tiles[number].shape == shape
 
         chosen: list[Running] = []
         numbers = {id(one): one.done for one in self._running}
@@ -406,9 +409,14 @@ class Service:
         for one in ended:
             self._guarded(one.call, lambda call, one=one: self._end_of(one))
 
+    def _of_data(self, one: Running, found: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the numbers of each datum in the shape of its targets."""
+        parts = zip(read(one.places, found), one.data, strict=True)
+        return [x if x.ndim == 1 else x[:, : d.targets.shape[1]] for x, d in parts]
+
     def _end_of(self, one: Running) -> None:
         """Answer a call whose tiles are all computed, or go on with it."""
-        log_probs = read(one.places, one.log_probs)
+        log_probs = self._of_data(one, one.log_probs)
         if one.then is not None:
             after = one.then(log_probs)
             if isinstance(after, Running):
@@ -418,7 +426,7 @@ class Service:
             return
         columns, told = {"logprobs": log_probs}, one.told
         if told is None:
-            columns["elementwise_loss"] = losses = read(one.places, one.losses)
+            columns["elementwise_loss"] = losses = self._of_data(one, one.losses)
             told = {"loss:sum": sum(float(x.sum(dtype=np.float64)) for x in losses)}
         self._finish(one.call, DONE, bodies.forward_backward_output(columns, told))
 

@@ -75,8 +75,8 @@ class Tenants:
     """Hold the models that are on the devices, and run their programs.
 
     Args:
-        forward: of the base, `(params, rows, with_entropy=False) -> log_probs [R, L], entropy`, at
-            temperature 1.
+        forward: of the base, `(params, rows, with_entropy=, of_ids=) -> log_probs [R, L], entropy`
+            and perhaps log-probs of given ids, at temperature 1.
         base: its parameters.
         lora: the largest adapters of a model.
         placement: of both.
@@ -127,13 +127,13 @@ class Tenants:
     def run(
         self, tiles: Sequence[Tile], *, learns: bool
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Compute tiles of one width, in their order.
+        """Compute tiles of one shape, in their order.
 
         Args:
             learns: gradients are added to those of the models.
 
         Returns:
-            log-probs [R, L] of the targets, and losses [R, L], of each tile.
+            log-probs [R, L] of the targets, and losses [R, L], of each tile; [R, L, K] of several.
         """
         log_probs, losses = [], []
         for first in range(0, len(tiles), PER_DISPATCH):
@@ -189,7 +189,8 @@ def _compute(
     """Compute the first `number` of some tiles [N, ...].
 
     Returns:
-        The tenants with their gradients, if they learn; log-probs and losses [N, R, L].
+        The tenants with their gradients, if they learn; log-probs and losses [N, R, L], of several
+        targets [N, R, L, K].
     """
 
     def of_tile(adapters: Params, scale: Array, tile: Tile) -> tuple[Array, tuple[Array, Array]]:
@@ -198,8 +199,14 @@ def _compute(
         rows = ModelRows(
             tile.tokens, tile.positions, tile.segment_ids, tile.targets, wanted.at[:, -1].set(False)
         )
-        found = forward(attach(lora, base, scaled), rows, with_entropy=False)[0]
+        several = tile.ids is not None
+        rows = rows.replace(teacher_ids=tile.ids)
+        given = attach(lora, base, scaled), rows
+        found = forward(*given, with_entropy=False, of_ids=several)[2 * several]
         log_probs = jnp.roll(found, -1, axis=1)  # a place's score is that of its target
+        if tile.id_weights is not None:  # cross-entropy with several targets
+            losses = jnp.where(tile.id_weights != 0, -tile.id_weights * log_probs, 0)
+            return losses.sum(), (log_probs, losses)
         branches = [
             lambda x, loss=loss: loss.of_tokens(x, tile.inputs, tile.settings)
             for loss in LOSSES.values()
@@ -220,7 +227,7 @@ def _compute(
             _, found = of_tile(*one)
         return gradients, *(x.at[i].set(y) for x, y in zip(kept, found, strict=True))
 
-    zeros = jnp.zeros(tiles.tokens.shape, jnp.float32)
+    zeros = jnp.zeros((tiles.tokens if tiles.ids is None else tiles.ids).shape, jnp.float32)
     start = tenants.gradients if learns else ()
     gradients, *kept = jax.lax.fori_loop(0, number, body, (start, zeros, zeros))
     return (tenants.replace(gradients=gradients), *kept) if learns else tuple(kept)

@@ -23,8 +23,8 @@ class Datum(NamedTuple):
 
     Attributes:
         tokens: [T] what the model reads.
-        targets: [T] the token whose log-prob each place has.
-        inputs: [T] each, of the loss, by the API's names.
+        targets: [T] the token whose log-prob each place has, or [T, K] several.
+        inputs: [T] each, of the loss, by the API's names; weights [T, K] of several targets.
     """
 
     tokens: np.ndarray
@@ -46,6 +46,13 @@ class Tile(struct.PyTreeNode):
     settings: Mapping[str, Array]  # [] each, by `SETTINGS`
     loss: Array  # [] place in `LOSSES`
     slot: Array  # [] of the adapter
+    ids: Array | None = None  # [R, L, K] targets, where places have several; -1 = none
+    id_weights: Array | None = None  # [R, L, K]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (R, L), or (R, L, K): tiles of one shape are computed together."""
+        return self.tokens.shape if self.ids is None else self.ids.shape
 
 
 class Place(NamedTuple):
@@ -88,9 +95,11 @@ def cut(
     filled = min(full, -(-int(lengths.sum()) // rows) + 1)
     width = length_bucket(max(longest, filled, SHORTEST))
     packed = best_fit_decreasing(lengths, width - 1)
+    several = max(datum.targets.shape[1] if datum.targets.ndim > 1 else 0 for datum in data)
+    several = 1 << (several - 1).bit_length() if several else 0  # few shapes, to compile
     tiles, places = [], [Place(0, 0, 0, 0)] * len(data)
     for first in range(0, len(packed), rows):
-        tile = _empty(rows, width, loss, settings, slot)
+        tile = _empty(rows, width, loss, settings, slot, several)
         for row, members in enumerate(packed[first : first + rows]):
             start = 0
             for segment, number in enumerate(members, start=1):
@@ -101,7 +110,9 @@ def cut(
     return tiles, places
 
 
-def _empty(rows: int, width: int, loss: str, settings: Mapping[str, float], slot: int) -> Tile:
+def _empty(
+    rows: int, width: int, loss: str, settings: Mapping[str, float], slot: int, several: int
+) -> Tile:
     shape = rows, width
     return Tile(
         tokens=np.zeros(shape, np.int32),
@@ -112,18 +123,29 @@ def _empty(rows: int, width: int, loss: str, settings: Mapping[str, float], slot
         settings={name: np.float32(x) for name, x in (SETTINGS | dict(settings)).items()},
         loss=np.int32(NAMES.index(loss)),
         slot=np.int32(slot),
+        ids=np.full((*shape, several), -1, np.int32) if several else None,
+        id_weights=np.zeros((*shape, several), np.float32) if several else None,
     )
 
 
 def _write(tile: Tile, row: int, start: int, segment: int, datum: Datum) -> None:
     where: Any = row, slice(start, start + len(datum.tokens))
-    tile.tokens[where], tile.targets[where] = datum.tokens, datum.targets
+    tile.tokens[where] = datum.tokens
+    if tile.ids is None:
+        tile.targets[where] = datum.targets
+    else:
+        ids = datum.targets.reshape(len(datum.tokens), -1)
+        weights = datum.inputs["weights"].reshape(ids.shape)
+        tile.targets[where] = ids[:, 0]
+        tile.ids[row, where[1], : ids.shape[1]] = ids
+        assert tile.id_weights is not None
+        tile.id_weights[row, where[1], : ids.shape[1]] = weights
     tile.positions[where] = np.arange(len(datum.tokens))
     tile.segment_ids[where] = segment
-    for name, values in datum.inputs.items():
+    for name, values in datum.inputs.items() if tile.ids is None else ():
         tile.inputs[name][where] = values
 
 
 def read(places: Sequence[Place], found: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the numbers of each datum, from those of tiles [R, L]."""
+    """Return the numbers of each datum [T], from those of tiles [R, L]; or [T, K], [R, L, K]."""
     return [found[p.tile][p.row, p.start : p.start + p.length] for p in places]

@@ -147,6 +147,59 @@ def test_the_same_seed_draws_the_same_adapters_and_kinds_are_left_out(service):
     )
 
 
+def test_several_targets_at_a_place(service):
+    import torch
+
+    model, same = trainer(service), trainer(service)
+    rng = np.random.default_rng(0)
+
+    def several(tokens, width):
+        ids = np.stack([rng.permutation(40)[:width] for _ in tokens[1:]])
+        weights = rng.random(ids.shape).astype(np.float32)
+        weights[0, 0] = 0
+        return types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": ids, "weights": weights},
+        )
+
+    wide = [several([1, 2, 3, 4], 3), several([5, 6, 7], 5)]
+    found = step(model, wide)
+    assert [x.shape for x in log_probs(found)] == [(3, 3), (2, 5)]
+    # the same, one target after the other
+    narrow = [
+        types.Datum(
+            model_input=d.model_input,
+            loss_fn_inputs={name: x.to_numpy()[:, k] for name, x in d.loss_fn_inputs.items()},
+        )
+        for d in wide
+        for k in range(d.loss_fn_inputs["weights"].to_numpy().shape[1])
+    ]
+    one_by_one = step(same, narrow)
+    assert one_by_one.metrics["loss:sum"] == pytest.approx(found.metrics["loss:sum"], rel=1e-5)
+    flat = np.concatenate([x.T.ravel() for x in log_probs(found)])
+    np.testing.assert_allclose(np.concatenate(log_probs(one_by_one)), flat, atol=1e-5)
+    after = [m.forward(some(), "cross_entropy").result().metrics["loss:sum"] for m in (model, same)]
+    assert after[0] == pytest.approx(after[1], rel=1e-5)
+
+    sparse = torch.zeros(3, 100)
+    sparse[:, 7] = torch.tensor([0.5, 0.25, 1.0])
+    ids = torch.zeros(3, 100, dtype=torch.int64)
+    ids[:, 7] = 11
+    listed = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": ids, "weights": sparse},
+    )
+    assert listed.loss_fn_inputs["weights"].sparse_col_indices == [7, 7, 7]
+    plain = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": [11, 11, 11], "weights": [0.5, 0.25, 1.0]},
+    )
+    totals = [model.forward([d], "cross_entropy").result().metrics for d in (listed, plain)]
+    assert totals[0]["loss:sum"] == pytest.approx(totals[1]["loss:sum"], rel=1e-5)
+    with pytest.raises(tinker.RequestFailedError, match="only cross_entropy takes 2"):
+        model.forward(wide, "ppo").result()
+
+
 def test_a_loss_of_the_client_runs_there(service):
     model, same = trainer(service), trainer(service)
     given = some(4)
