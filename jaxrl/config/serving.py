@@ -105,3 +105,6 @@ class TinkerConfig(BaseConfig):
     slower."""
     answer_seconds: Annotated[float, positive] = 86400.0
     """How long answers are kept for clients that ask again."""
+    session_seconds: Annotated[float, positive] = 604800.0
+    """How long a session is there of which nothing is heard; then its models are forgotten, not
+    their checkpoints."""

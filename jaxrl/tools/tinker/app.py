@@ -206,7 +206,6 @@ class TinkerRoutes:
         """Answer POST /sessions/ID/finish: its models are forgotten, not their checkpoints."""
         name = request.match_info["session"]
         await self._session(request, name)
-        await self._rows("UPDATE sessions SET ended = ? WHERE id = ?", time.time(), name)
         await asyncio.to_thread(self.service.end, name)
         return web.json_response({})
 

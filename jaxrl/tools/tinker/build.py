@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import functools
+import hashlib
+import json
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +22,7 @@ from jaxrl.models.lora import LoraConfig, adapter_specs, select_modules
 from jaxrl.models.placement import model_shardings, place_model
 from jaxrl.models.transformer import is_spec
 from jaxrl.parallel import make_mesh
+from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import enable_cache
 from jaxrl.parallel.devices import device_memory
 from jaxrl.rollout.build import native_engine
@@ -151,6 +154,14 @@ def make_server(config: Any) -> Server:
         seed=trainer.seed,
         shardings=model_shardings(model, placement),
     )
+    journal = Journal(root / "journal.db")
+    numbers = json.dumps(checksums(base), sort_keys=True)
+    about = {"base": hashlib.sha256(numbers.encode()).hexdigest(), "max_rank": limits.max_rank}
+    if (other := journal.belong_to(about)) is not None:
+        raise ValueError(
+            f"tinker.root={limits.root!r} is of a service with another {other}: go on with that "
+            "one, or choose another folder"
+        )
     trainer.algorithm.temperature = 1.0  # what the API calls log-probs are the model's own
     forward = make_forward_pass(config, model, placement).forward
     tenants = Tenants(forward, base, lora, placement, limits.adapters + 1)
@@ -171,7 +182,7 @@ def make_server(config: Any) -> Server:
     engine.update_weights(base, 0)
     stops = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)} - {None})
     service = Service(
-        Journal(root / "journal.db"),
+        journal,
         root,
         tenants,
         Samplers(engine, places, stops, model.vocab_size, length),
@@ -183,6 +194,7 @@ def make_server(config: Any) -> Server:
         snapshot=limits.snapshot_calls,
         on_host=limits.host_adapters,
         answer_seconds=limits.answer_seconds,
+        session_seconds=limits.session_seconds,
     )
     return Server(service, keys, config)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 WAITS, DONE, FAILED = range(3)
 _SCHEMA = """
+CREATE TABLE IF NOT EXISTS service (facts TEXT);
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, owner TEXT, opened REAL, seen REAL, ended REAL, facts TEXT);
 CREATE TABLE IF NOT EXISTS models (
@@ -93,6 +94,16 @@ class Journal:
                 self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
+
+    def belong_to(self, about: dict[str, Any]) -> str | None:
+        """Take the database for a service of these facts; return the fact that is another."""
+        with self.together():
+            found = self.rows("SELECT facts FROM service")
+            if not found:
+                self.rows("INSERT INTO service VALUES (?)", json.dumps(about))
+                return None
+        before = facts(found[0][0])
+        return next((name for name in about if before.get(name) != about[name]), None)
 
     # ---------------------------------------------------------------- calls
 

@@ -126,6 +126,7 @@ class Service:
         snapshot: calls of a model after which what it is is written.
         on_host: models that are kept in memory beside those on the devices.
         answer_seconds: how long answers are kept.
+        session_seconds: how long a session is there of which nothing is heard.
 
     Attributes:
         died: what ended the thread, for whoever waits for it.
@@ -146,17 +147,20 @@ class Service:
         snapshot: int,
         on_host: int,
         answer_seconds: float,
+        session_seconds: float,
     ) -> None:
         self.journal, self.root, self.tenants, self.samplers = journal, root, tenants, samplers
         self.base, self.folder = base, folder
         self.vocabulary, self.longest = vocabulary, longest
         self._full, self._snapshot, self._on_host = full, snapshot, on_host
-        self._answer_seconds, self._tidied = answer_seconds, 0.0
+        self._answer_seconds, self._session_seconds = answer_seconds, session_seconds
+        self._tidied = 0.0
         self.died: Future[None] = Future()
         self._models: dict[str, Model] = {}
         self._slots: list[Model | None] = [None] * (tenants.slots - 1)
         self._running: list[Running] = []
         self._samples: list[Call] = []
+        self._ended: list[str] = []  # sessions whose models are to be forgotten
         self._served: defaultdict[str, float] = defaultdict(float)  # tiles, by owner
         self._changed, self._stopped = threading.Condition(), False
         self._told: Callable[[str], object] = lambda name: None
@@ -192,11 +196,11 @@ class Service:
         if self._thread.is_alive():
             self._thread.join()
 
-    def accept(self, call: Call, facts_: dict[str, Any] | None = None) -> None:
+    def accept(self, call: Call, about: dict[str, Any] | None = None) -> None:
         """Write a call to the journal, from where nothing is lost, and see that it is done.
 
         Args:
-            facts_: of the model that it creates; None = it creates none.
+            about: the model that it creates; None = it creates none.
 
         Raises:
             Reused: another call had its number.
@@ -204,18 +208,21 @@ class Service:
         with self.journal.together():
             if not self.journal.accept(call):
                 return
-            if facts_ is not None:
+            if about is not None:
                 session = call.target.partition(":")[0]
-                values = call.target, call.owner, session, time.time(), json.dumps(facts_)
+                values = call.target, call.owner, session, time.time(), json.dumps(about)
                 self.journal.rows("INSERT INTO models VALUES (?, ?, ?, ?, NULL, ?)", *values)
         with self._changed:
-            if facts_ is not None:
-                self._models[call.target] = Model(call.target, call.owner, facts_)
+            if about is not None:
+                self._models[call.target] = Model(call.target, call.owner, about)
+            model = self._models.get(call.target)
             if call.kind == "sample":
                 self._samples.append(call)
-            else:
-                self._models[call.target].calls[call.number] = call, WAITS
+            elif model is not None:
+                model.calls[call.number] = call, WAITS
             self._changed.notify_all()
+        if model is None and call.kind != "sample":  # its session has just ended
+            self._forget(call.target)
 
     def model(self, name: str, owner: str) -> Model:
         """Return an owner's model.
@@ -230,38 +237,35 @@ class Service:
         return model
 
     def end(self, session: str) -> None:
-        """Forget the models of a session; their checkpoints stay."""
+        """End a session: its models are forgotten, not their checkpoints."""
+        sql = "UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL"
+        self.journal.rows(sql, time.time(), session)
         with self._changed:
-            names = [name for name in self._models if name.partition(":")[0] == session]
-            for name in names:
-                self._leave(self._models.pop(name))
-        for name in names:
-            self.journal.rows("UPDATE models SET ended = ? WHERE id = ?", time.time(), name)
-            (self.root / "models" / f"{name}.safetensors").unlink(missing_ok=True)
-
-    def _leave(self, model: Model) -> None:
-        if model.slot is not None:
-            self._slots[model.slot] = None
-            model.slot = None
-        self._running = [one for one in self._running if one.model is not model]
+            self._ended.append(session)
+            self._changed.notify_all()
 
     # ---------------------------------------------------------------- the thread
 
     def _work(self) -> None:
         try:
             while self._round():
-                self._tidy()
+                pass
         except Exception as error:  # what the devices hold may be gone
             _log.exception("a program failed; the service ends")
             self.died.set_exception(error)
 
     def _round(self) -> bool:
         """Wait until there is something to do, and do some of it; return False when stopped."""
+        self._tidy()
         with self._changed:
-            while not (self._stopped or self._running or self._samples or self._heads()):
-                self._changed.wait()
+            while not (
+                self._stopped or self._ended or self._running or self._samples or self._heads()
+            ):
+                if not self._changed.wait(TIDY_SECONDS):
+                    return True
             if self._stopped:
                 return False
+            self._end_sessions()
             samples, self._samples = self._samples, []
             heads = self._heads()
         self._sample(samples)
@@ -275,10 +279,35 @@ class Service:
 
     def _tidy(self) -> None:
         """Forget now and then what is kept for a time."""
-        if time.time() - self._tidied > TIDY_SECONDS:
-            self._tidied = time.time()
-            self.expire()
-            self.journal.forget_answers(self._tidied - self._answer_seconds)
+        if time.time() - self._tidied < TIDY_SECONDS:
+            return
+        self._tidied = now = time.time()
+        self.expire()
+        self.journal.forget_answers(now - self._answer_seconds)
+        sql = "SELECT id FROM sessions WHERE ended IS NULL AND seen < ?"
+        for (session,) in self.journal.rows(sql, now - self._session_seconds):
+            self.end(session)
+
+    def _end_sessions(self) -> None:
+        """Forget the models of sessions that are over."""
+        ended, self._ended = set(self._ended), []
+        models = [m for m in self._models.values() if m.id.partition(":")[0] in ended]
+        gone = {id(model) for model in models}
+        self._running = [one for one in self._running if id(one.model) not in gone]
+        for model in models:
+            del self._models[model.id]
+            if model.slot is not None:
+                self._slots[model.slot] = None
+            self.journal.rows("UPDATE models SET ended = ? WHERE id = ?", time.time(), model.id)
+            self._file(model).unlink(missing_ok=True)
+            self._forget(model.id)
+
+    def _forget(self, target: str) -> None:
+        """Answer what a model that is gone was asked."""
+        answer = {"error": "the session of the model is over", "category": "user"}
+        for call, _ in self.journal.calls("target = ? AND state = 0", target):
+            self.journal.finish(call.id, FAILED, json.dumps(answer).encode())
+            self._told(call.id)
 
     def _heads(self) -> list[Model]:
         """Return models with a call that is next, those first whose owners were served least."""
@@ -502,6 +531,8 @@ class Service:
         if kind == "sampler" and not _finite(tenant.adapters):
             raise Refused("the model has weights that are not finite: nothing can be sampled")
         parts = states.TRAINING if kind == "training" else states.SAMPLING
+        if missing := states.missing_space(self.root, tenant, parts):
+            raise Refused(f"path={name!r}: the server's disk lacks {missing} bytes for it")
         size = states.write(self.file_of(path), tenant, parts, call=call.id, **model.facts["lora"])
         now = time.time()
         about = {"metadata": metadata, "model": model.facts}
@@ -574,7 +605,8 @@ class Service:
         """Take a model off the devices, into memory, or into its file where that is full."""
         slot = model.slot
         assert slot is not None
-        in_memory = [m for m in self._models.values() if m.host is not None]
+        with self._changed:
+            in_memory = [m for m in self._models.values() if m.host is not None]
         if len(in_memory) >= self._on_host:
             old = min(in_memory, key=lambda m: m.used)
             assert old.host is not None

@@ -60,6 +60,7 @@ def read_facts(path: Path) -> Mapping[str, str]:
         return dict(file.metadata() or {})
 
 
-def missing_space(folder: Path, bytes_: int) -> int:
-    """Return how many bytes a disk lacks for a file."""
-    return max(bytes_ - shutil.disk_usage(folder).free, 0)
+def missing_space(folder: Path, tenant: Tenant, parts: tuple[str, ...]) -> int:
+    """Return how many bytes the disk of a folder lacks for a file with parts of a model."""
+    needed = sum(x.nbytes for part in parts for x in jax.tree.leaves(getattr(tenant, part)))
+    return max(needed - shutil.disk_usage(folder).free, 0)

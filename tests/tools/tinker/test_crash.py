@@ -1,5 +1,6 @@
 """The server is killed while clients train: each ends as if nothing had happened."""
 
+import contextlib
 import os
 import random
 import signal
@@ -16,7 +17,8 @@ import pytest
 from tinker import types
 
 from jaxrl.tools.tinker import states
-from tests.tools.tinker.serving import CHANGES, KEY, client, datum, serving, trainer
+from jaxrl.tools.tinker.build import make_server
+from tests.tools.tinker.serving import CHANGES, KEY, client, config, datum, serving, trainer
 
 CLIENTS, STEPS = 4, 6
 PROMPT = types.ModelInput.from_ints([3, 1, 4])
@@ -84,6 +86,44 @@ def ends(root, paths):
         file = root / "checkpoints" / model / folder / f"{name}.safetensors"
         found.append(states.read(file)[0])
     return found
+
+
+def test_a_program_that_fails_ends_the_service_and_is_left_out_when_it_begins_again(tmp_path):
+    one = datum([1, 2, 3, 4], weights=[1.0] * 3)
+    with serving(tmp_path) as server:
+        run = server.service.tenants.run
+
+        def fails(tiles, *, learns):
+            if learns and len(tiles) == 1 and float(tiles[0].inputs["weights"].max()) == 7:
+                raise MemoryError("no room")
+            return run(tiles, learns=learns)
+
+        server.service.tenants.run = fails
+        with contextlib.suppress(RuntimeError), client(server) as service:
+            model = trainer(service)
+            first = model.forward_backward([one], "cross_entropy").result().metrics
+            model.forward_backward([datum([1, 2], weights=[7.0])], "cross_entropy")
+            with pytest.raises(MemoryError, match="no room"):
+                server.join()
+            name, session = model.model_id, service.holder.get_session_id()
+            service.holder.close()  # there is nobody to tell that the session is over
+    with serving(tmp_path) as server:
+        journal = server.service.journal
+        rows = journal.rows("SELECT number, state, answer FROM calls WHERE target = ?", name)
+        states_of = {number: state for number, state, _ in rows}
+        assert states_of == {0: 1, 1: 1, 2: 2}
+        assert b"no room" in rows[2][2]
+        assert server.service._models[name].next in (0, 1, 2, 3)
+        deadline = time.monotonic() + 30
+        while server.service._models[name].next < 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        found = server.service.tenants.take(server.service._models[name].slot)
+        assert any(pair["b"].any() for pair in found.gradients.values())
+        assert first["loss:sum"] > 0
+        server.service.end(session)
+    for what, change in (("base", {"trainer__seed": 99}), ("max_rank", {"tinker__max_rank": 4})):
+        with pytest.raises(ValueError, match=f"is of a service with another {what}"):
+            make_server(config(tmp_path, **change))
 
 
 @pytest.fixture(scope="module")

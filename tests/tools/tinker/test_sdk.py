@@ -7,6 +7,8 @@ import pytest
 import tinker
 from tinker import types
 
+from jaxrl.tools.tinker.journal import Call
+from jaxrl.tools.tinker.keys import Keys
 from tests.tools.tinker.serving import (
     BASE,
     KEY,
@@ -422,6 +424,22 @@ def test_a_finished_session_is_over_and_its_checkpoints_are_not(server):
     assert model.model_id not in server.service._models
     with client(server) as service:
         service.create_training_client_from_state(path).result()
+
+
+def test_what_waits_when_its_session_ends_is_answered(server):
+    with client(server) as service:
+        model = trainer(service)
+        name, owner = model.model_id, Keys([]).owner({"X-API-Key": KEY}, "127.0.0.1")
+        call = Call(f"{name}:9", owner, name, 9, "optim_step", b"{}")
+        server.service.accept(call)  # those before it never come
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        kind, state, answer = server.service.journal.answer(call.id, call.owner)
+        if state != 0:
+            break
+        time.sleep(0.1)
+    assert (kind, state) == ("optim_step", 2)
+    assert b"the session of the model is over" in answer
 
 
 @pytest.mark.parametrize(
