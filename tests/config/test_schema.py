@@ -87,7 +87,7 @@ class MyGeneratorConfig(GeneratorConfig):
     my_flag: bool = False
 
 
-def test_there_are_the_34_dataclasses_of_the_reference_and_seven_more():
+def test_there_are_the_34_dataclasses_of_the_reference_and_nine_more():
     ours = {
         "DPPOConfig",
         "DecoupledPPOConfig",
@@ -96,7 +96,7 @@ def test_there_are_the_34_dataclasses_of_the_reference_and_seven_more():
         "ServeConfig",
         "SFTConfig",
     }
-    ours |= {"WatchingConfig", "ClusterConfig"}
+    ours |= {"WatchingConfig", "ClusterConfig", "TinkerConfig"}
     assert len(set(CLASSES)) == 34 + len(ours)
     assert SkyRLTrainConfig is TrainConfig
 

@@ -14,6 +14,10 @@ PAGE = 4
 LONG = tuple(range(100, 111))  # 11 tokens: 10 to prefill, two pages and a tail of 2
 
 
+def known(slots, tokens):
+    return slots.known_prefix(Request(tuple(tokens), ((0, 0),), Sampling(1)))
+
+
 def sample(prompt, group, max_tokens=4, conversation=None):
     asked = Request(tuple(prompt), ((0, 0),), Sampling(max_tokens))
     return Sample(asked, group, (0, 0), max_tokens, conversation=conversation)
@@ -161,7 +165,7 @@ def test_what_was_decoded_is_found_by_others_with_prefix_caching_alone(share):
     second = slots.take(sample(row, 2), 0)
     slots.share(second)
     assert slots.filled[second] == (12 if share else 8)
-    assert slots.known_prefix(row) == (12 if share else 8)
+    assert known(slots, row) == (12 if share else 8)
 
 
 def test_what_follows_decoded_tokens_has_no_name():
@@ -172,7 +176,7 @@ def test_what_follows_decoded_tokens_has_no_name():
     told = [*LONG, 1, 2, 3, *range(50, 60)]
     later = begin(slots, told, 2, conversation=over)
     assert slots.missing(later) == 0 and slots.pure[later] == 10
-    assert slots.known_prefix([*told, 1]) == 8  # the two pages of the first prompt
+    assert known(slots, [*told, 1]) == 8  # the two pages of the first prompt
 
 
 def test_the_next_turn_has_the_pages_of_its_conversation_and_those_it_changes_are_its_own():
@@ -202,7 +206,7 @@ def test_a_tail_is_not_found_once_its_conversation_writes_over_it():
     cut = begin(slots, [*LONG[:9], 9, 9], 2, conversation=over)  # its tail was 108, 109
     assert slots.filled[cut] == 10
     other = slots.take(sample(LONG, 3), 0)
-    assert prefill(slots, other)[1] is None and slots.known_prefix([*LONG, 1]) == 8
+    assert prefill(slots, other)[1] is None and known(slots, [*LONG, 1]) == 8
 
 
 # ------------------------------------------------------------------ new weights
@@ -214,7 +218,7 @@ def test_new_weights_empty_rows_that_are_live_only_if_told():
     draw(slots, live, 1)
     slots.release(ended)
     slots.forget(live=False)
-    assert slots.known_prefix([*LONG, 1]) == 0
+    assert known(slots, [*LONG, 1]) == 0
     assert slots.filled[live] == 3
     slots.forget(live=True)
     assert slots.missing(live) == 3  # 5 6 8 again; the last token is decoded
@@ -227,13 +231,13 @@ def test_positions_of_older_weights_are_shared_with_no_other_row():
     slots.version = 4
     slots.forget(live=False)
     draw(slots, old, 7, 8, 9)
-    assert slots.known_prefix([*LONG, 7, 8]) == 0
+    assert known(slots, [*LONG, 7, 8]) == 0
     new = slots.take(sample(LONG, 1), 0)  # of the same request
     assert slots.share(new) == []
     prefill(slots, new)
     assert slots.oldest_version[[old, new]].tolist() == [-1, 4]
     slots.release(old)
-    assert slots.known_prefix([*LONG, 1]) == 8
+    assert known(slots, [*LONG, 1]) == 8
     last = slots.take(sample(LONG, 3), 0)
     shared, copy = prefill(slots, last)
     assert len(shared) == 2 and copy is not None
