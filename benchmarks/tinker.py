@@ -10,7 +10,8 @@ device side alone, without HTTP and journal.
     in turns       tokens/s of the same calls, one tenant's after another's
     update alone   tokens/s of `jaxrl.sft`'s update of the same batch, with adapters of the same
                    rank: what one tenant would have by itself
-    decoding       tokens/s of 64 samples of 64 tokens, of the base and of as many adapters
+    decoding       tokens/s of 64 samples of 64 tokens, of the base in an engine without places for
+                   adapters, and of as many adapters, together and in turns
 
 Claim: the table of docs/tinker.md. Bits of each tenant are compared with those it has alone.
 """
@@ -194,7 +195,8 @@ def decoding(model: TransformerConfig, tenants: Sequence[int]) -> list[dict[str,
     for number in tenants:
         requests = asked(number)
         spent = seconds(lambda requests=requests: stacked.generate(requests))
-        found.append({"adapters": number, "decoding": 4096 / spent})
+        apart = seconds(lambda requests=requests: [stacked.generate([r]) for r in requests])
+        found.append({"adapters": number, "decoding": 4096 / spent, "in turns": 4096 / apart})
     return found
 
 
