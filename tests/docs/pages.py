@@ -12,7 +12,13 @@ from jaxrl.__main__ import MODULES, usage
 
 ROOT = Path(__file__).parents[2]
 # Scripts whose commands are not run, and why.
-NOT_RUN = {"examples/smollm2_to_hf.py": "downloads 145 MB; the folder is there already"}
+NOT_RUN = {
+    "examples/smollm2_to_hf.py": "downloads 145 MB; the folder is there already",
+    **dict.fromkeys(
+        (f"examples/tinker/{name}.py" for name in ("rl", "sft", "distillation")),
+        "tests/tools/tinker/test_examples.py runs it against a server",
+    ),
+}
 # What begins a command, so that one in a block of another kind is found.
 COMMAND = re.compile(
     r"(\$ )?([A-Z_]+=\S+ )*((\.venv/bin/)?(python3?|pip|pytest|make|jaxrl|tpu/\S+\.sh) [^=\s])"

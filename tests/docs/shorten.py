@@ -4,7 +4,7 @@
   take --config) is cut to 2, by an override behind all others.
 - `.../global_step_160`, which such a run does not reach, is the last step that it did reach; on the
   command line and in the config.
-- `jaxrl.serve` ends when it says that it serves.
+- `jaxrl.serve` and `jaxrl.tinker` end when they say that they serve.
 
 Everything else runs as it stands. `pip` does nothing here: tests/test_packaging.py installs.
 """
@@ -93,7 +93,7 @@ def main(words: Sequence[str]) -> None:
     if words[:2] == ["-m", "jaxrl"]:
         words = spelt_out(list(words[2:]))
     command = [sys.executable, *shortened(words)]
-    if "jaxrl.serve" in words:
+    if {"jaxrl.serve", "jaxrl.tinker"} & set(words):
         sys.exit(serve(command))
     os.execv(command[0], command)
 
