@@ -78,7 +78,7 @@ class QuantisedWeight(struct.PyTreeNode):
 
 
 Weight = jax.Array | LoraWeight
-SampledWeight = Weight | QuantisedWeight | LoraStack  # of a layer that samples, too
+SampledWeight = Weight | QuantisedWeight  # of a layer that samples, too
 # by the name of a kind of 8 bits: what holds them, and its largest value
 EIGHT_BITS = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 
@@ -128,7 +128,7 @@ def is_adapted(x: object) -> bool:
     return isinstance(x, LoraWeight)
 
 
-def project(x: jax.Array, w: SampledWeight, contract: int = 1) -> jax.Array:
+def project(x: jax.Array, w: SampledWeight | LoraStack, contract: int = 1) -> jax.Array:
     """Multiply x [B, T, in...] by w [in..., out...] -> [B, T, out...], contracting `contract` dims.
 
     As one matrix product: on the CPU the backward of the einsum with two batch dims takes twice as
