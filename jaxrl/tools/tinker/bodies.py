@@ -12,10 +12,12 @@ from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from jaxrl.rollout.server.errors import ApiError, refuse
+from jaxrl.tools.tinker import tenants
 from jaxrl.tools.tinker.losses import LOSSES
 from jaxrl.tools.tinker.tiles import Datum
 from jaxrl.tools.tinker.wire import tinker_pb2 as wire
 
+DEFAULTS = tenants.Adam()
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,200}$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
 Number = Annotated[int, Field(ge=0, le=2**62)]
@@ -82,14 +84,14 @@ class OfModel(Body):
 
 
 class Adam(Body):
-    """Hold the numbers of an update."""
+    """Hold the numbers of an update, with the defaults of `tenants.Adam`."""
 
-    learning_rate: Rate = 1e-4
-    beta1: Beta = 0.9
-    beta2: Beta = 0.95
-    eps: Rate = 1e-12
-    weight_decay: Rate = 0.0
-    grad_clip_norm: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    learning_rate: Rate = DEFAULTS.learning_rate
+    beta1: Beta = DEFAULTS.beta1
+    beta2: Beta = DEFAULTS.beta2
+    eps: Rate = DEFAULTS.eps
+    weight_decay: Rate = DEFAULTS.weight_decay
+    grad_clip_norm: Annotated[float, Field(allow_inf_nan=False)] = DEFAULTS.grad_clip_norm
 
 
 class OptimStep(Body):
