@@ -20,7 +20,7 @@ stopped, see docs/sweeps.md.
 What some methods claim is of another task, where they have one learning rate and three seeds:
 
     stale     losses and corrections for old rollouts. The same digits, all of a step's rollouts by
-              the policy of four steps before, four passes over one minibatch; lr 1e-3
+              the policy of four steps before, four passes over one minibatch; lr 3e-3
     rewards   gdpo. The same digits with two rewards of a half each: one for an answer of two
               characters and its end, which is easy, one for the share of digits in their places
     turns     gigpo. The model guesses one of seven digits in up to three turns, as in
