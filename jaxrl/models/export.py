@@ -34,7 +34,10 @@ ITEM_BYTES = 4  # weights are written in float32
 
 
 def untied(config: TransformerConfig, params: Params) -> tuple[TransformerConfig, Params]:
-    """Give the model a vocabulary head of its own, for engines that reload tied ones wrong."""
+    """Give the model a vocabulary head of its own.
+
+    For engines that reload tied ones wrong, and for adapters of the head alone.
+    """
     if not config.tie_embeddings:
         return config, params
     config = dataclasses.replace(config, tie_embeddings=False)

@@ -64,6 +64,12 @@ class LoraStack(struct.PyTreeNode):
     b: jax.Array  # [S, r, out...]
     rows: Array | None = None  # [B]; None = not known yet
 
+    def of_row(self, low_rank: jax.Array) -> jax.Array:
+        """Return x a [B, T, S, r] of all models with 0 but for the row's own."""
+        assert self.rows is not None
+        mine = self.rows[:, None, None, None] == jnp.arange(self.a.shape[-2])[:, None]
+        return jnp.where(mine, low_rank, 0)
+
 
 class QuantisedWeight(struct.PyTreeNode):
     """Hold a matrix in 8 bits: values times a scale for each output channel.
@@ -142,10 +148,8 @@ def project(x: jax.Array, w: SampledWeight | LoraStack, contract: int = 1) -> ja
     if isinstance(w, QuantisedWeight):
         return _project_quantised(x, w, contract)
     if isinstance(w, LoraStack):
-        assert w.rows is not None
-        low_rank = project(x, w.a, contract)  # [B, T, S, r], of all models
-        mine = w.rows[:, None, None, None] == jnp.arange(w.a.shape[-2])[:, None]
-        return project(x, w.w, contract) + project(jnp.where(mine, low_rank, 0), w.b, 2)
+        low_rank = w.of_row(project(x, w.a, contract))
+        return project(x, w.w, contract) + project(low_rank, w.b, 2)
     inner = math.prod(w.shape[:contract])
     out = multiply(x.reshape(-1, inner), w.reshape(inner, -1))
     return out.reshape(*x.shape[:2], *w.shape[contract:])
@@ -161,6 +165,19 @@ def _project_quantised(x: jax.Array, w: QuantisedWeight, contract: int) -> jax.A
     matrix = values.reshape(inner, -1).astype(x.dtype)
     out = einsum_float32("ni,io->no", x.reshape(-1, inner), matrix) * w.scale.reshape(-1)
     return out.astype(x.dtype).reshape(*x.shape[:2], *values.shape[contract:])
+
+
+def project_float32(x: jax.Array, w: jax.Array | LoraStack) -> jax.Array:
+    """Multiply x [..., D] by w [D, V], in the dtype of x, summed up and returned in float32.
+
+    Args:
+        w: of a stack of adapters x is [B, T, D].
+    """
+    if not isinstance(w, LoraStack):
+        return einsum_float32("...d,dv->...v", x, w.astype(x.dtype))
+    low_rank = w.of_row(einsum_float32("btd,dsr->btsr", x, w.a.astype(x.dtype))).astype(x.dtype)
+    adapted = einsum_float32("btsr,srv->btv", low_rank, w.b.astype(x.dtype))
+    return project_float32(x, w.w) + adapted
 
 
 def kept_narrow(x: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -57,11 +57,11 @@ from jaxrl.models.kernels.packed_attention import self_attention, training_mask
 from jaxrl.models.kernels.tree_attention import tree_attention
 from jaxrl.models.linear import (
     add_bias,
-    einsum_float32,
     gather_weight,
     look_up,
     merge,
     project,
+    project_float32,
     rounded,
 )
 from jaxrl.models.recurrence import (
@@ -784,8 +784,8 @@ def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax
     """Apply the final norm and the vocabulary head: [..., D] -> float32 logits [..., V]."""
     with jax.named_scope("unembed"):
         y = normalise(hidden, params["final_norm"], config)
-        head = merge(params["unembed"] if "unembed" in params else params["embed"].T)
-        logits = einsum_float32("...d,dv->...v", y, head.astype(y.dtype))
+        head = params["unembed"] if "unembed" in params else params["embed"].T
+        logits = project_float32(y, merge(head))
         return softcap(logits / config.logits_scaling, config.final_softcap)
 
 

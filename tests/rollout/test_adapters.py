@@ -12,9 +12,10 @@ from jaxrl.models.lora import LoraConfig, adapter_specs, attach, select_modules
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Adapter, Request, Sampling
-from tests.rollout.test_native import LLAMA, random_params
+from tests.rollout.test_native import CONFIGS, random_params
 
-LORA = LoraConfig(LLAMA, select_modules(LLAMA, "all-linear"), rank=4, alpha=4)
+MODEL = CONFIGS["untied"]
+LORA = LoraConfig(MODEL, select_modules(MODEL, ["all-linear", "lm_head"]), rank=4, alpha=4)
 PROMPT = tuple(range(1, 60)) + tuple(range(1, 30))
 
 
@@ -29,7 +30,7 @@ def drawn(seed):
 @functools.cache
 def engine(places=4, **options):
     made = NativeEngine(
-        LLAMA,
+        MODEL,
         make_mesh(devices=jax.devices()[:1]),
         max_num_seqs=4,
         max_model_len=128,
@@ -39,7 +40,7 @@ def engine(places=4, **options):
         places=places,
         **options,
     )
-    made.update_weights(random_params(LLAMA), 1)
+    made.update_weights(random_params(MODEL), 1)
     return made
 
 
@@ -60,7 +61,7 @@ def put(made, *seeds):
 
 @pytest.mark.parametrize("seed", [None, 7])
 def test_an_adapter_of_a_row_is_one_in_the_weights(seed):
-    params = random_params(LLAMA)
+    params = random_params(MODEL)
     if seed is not None:
         scaled = {n: {"a": w["a"], "b": 0.5 * w["b"]} for n, w in drawn(seed).items()}
         params = merge(attach(LORA, params, jax.tree.map(jnp.asarray, scaled)))
@@ -105,4 +106,4 @@ def test_wrong_places_are_refused():
     with pytest.raises(ValueError, match="the engine has places from 1 to 3"):
         engine().submit([ask(Adapter("model", 4))])
     with pytest.raises(ValueError, match="adapters of rows are for an engine on one device"):
-        NativeEngine(LLAMA, make_mesh(devices=jax.devices()[:2]), lora=LORA, places=2)
+        NativeEngine(MODEL, make_mesh(devices=jax.devices()[:2]), lora=LORA, places=2)

@@ -283,41 +283,39 @@ def decode_layers(
 
 def with_places(config: TransformerConfig, params: Params, lora: LoraConfig, places: int) -> Params:
     """Return the decode layout, not fused, with empty places for adapters at their matrices."""
-    layers = list(params[STACKED])
+    params = {**params, STACKED: tuple(map(dict, params[STACKED]))}
     for leaf, pair in adapter_specs(lora).items():
-        name = leaf.rpartition("/")[2]
-        *inputs, rank = pair["a"].shape[1:]
-        for number in _numbers(config, leaf):
-            w = layers[number][name]
-            stack = LoraStack(
+        for home, name, at in _homes(config, params, leaf):
+            w, (*inputs, rank) = home[name], pair["a"].shape[len(at) :]
+            home[name] = LoraStack(
                 w,
                 jnp.zeros((*inputs, places, rank), w.dtype),
-                jnp.zeros((places, *pair["b"].shape[1:]), w.dtype),
+                jnp.zeros((places, *pair["b"].shape[len(at) :]), w.dtype),
             )
-            layers[number] = {**layers[number], name: stack}
-    return {**params, STACKED: tuple(layers)}
+    return params
 
 
 def put_adapter(
-    config: TransformerConfig, layers: tuple, adapters: Params, scale: Array, place: Array
-) -> tuple:
-    """Return the layers with an adapter at a place."""
-    layers = tuple(map(dict, layers))
+    config: TransformerConfig, params: Params, adapters: Params, scale: Array, place: Array
+) -> Params:
+    """Return the decode layout with an adapter at a place."""
+    params = {**params, STACKED: tuple(map(dict, params[STACKED]))}
     for leaf, pair in adapters.items():
-        name = leaf.rpartition("/")[2]
-        for i, number in enumerate(_numbers(config, leaf)):
-            of = layers[number][name]
-            a, b = pair["a"][i].astype(of.a.dtype), (scale * pair["b"][i]).astype(of.b.dtype)
-            layers[number][name] = of.replace(
-                a=of.a.at[..., place, :].set(a), b=of.b.at[place].set(b)
-            )
-    return layers
+        for home, name, at in _homes(config, params, leaf):
+            of = home[name]
+            a, b = pair["a"][at].astype(of.a.dtype), (scale * pair["b"][at]).astype(of.b.dtype)
+            home[name] = of.replace(a=of.a.at[..., place, :].set(a), b=of.b.at[place].set(b))
+    return params
 
 
-def _numbers(config: TransformerConfig, leaf: str) -> Sequence[int]:
-    """Return the layers of a stack of adapters, as numbers of the model's."""
+def _homes(config: TransformerConfig, params: Params, leaf: str) -> list[tuple[dict, str, tuple]]:
+    """Return the matrices of a leaf of adapters: whose, its name, and where in the leaf it is."""
+    kind, _, name = leaf.rpartition("/")
+    if name in params:
+        return [(params, name, ())]  # the head
     kinds = dict(layer_stacks(config))
-    return kinds[leaf.rpartition("/")[0]] if "/" in leaf else next(iter(kinds.values()))
+    numbers = kinds[kind] if kind else next(iter(kinds.values()))
+    return [(params[STACKED][number], name, (i,)) for i, number in enumerate(numbers)]
 
 
 def decode_rest(params: Params, dtype: jnp.dtype) -> Params:
@@ -413,7 +411,7 @@ def decode(
         of = of_rows(params, rows.adapter)
         x, cache = layers(of, cache, tokens, rows.table, first, count, places)
         real = jnp.arange(tokens.shape[1]) < count[:, None]
-        logits = logits_of(config, params, x, real, placement=placement, tiles=tiles)
+        logits = logits_of(config, of, x, real, placement=placement, tiles=tiles)
         run = run.replace(cache=cache)
         if features.drafts:
             run = run.replace(block=run.block.replace(steps=run.block.steps + live))
@@ -506,6 +504,8 @@ def logits_of(
     tiles: Tiles | None,
 ) -> Array:
     """Return float32 logits [B, T, V] of states [B, T, D]; anything where not `real` [B, T]."""
+    if isinstance(params["unembed"], LoraStack):
+        return unembed(config, params, x)
     if tiles is None:
         return unembed(config, params, x.reshape(-1, x.shape[2])).reshape(*x.shape[:2], -1)
     head = {name: params[name] for name in ("final_norm", "unembed")}
@@ -559,7 +559,7 @@ def run_layers(
     """
     positions = first[:, None] + jnp.arange(tokens.shape[1])
     view = layer_views(config, Segments(positions, False), positions, positions)
-    x = embed(config, params, tokens, params["unembed"].dtype)
+    x = embed(config, params, tokens, params["embed"].dtype)
     new: list[Pages] = []
     states: list[States] = list(cache.states)
     routing: list[Routing] = []

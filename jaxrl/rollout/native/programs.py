@@ -499,8 +499,7 @@ class Programs:
         """Put an adapter to a place."""
         assert self.params is not None
         given = adapters, np.float32(scale), np.int32(place)
-        layers = self.functions.put_adapter(self.params[STACKED], *given)
-        self.params = {**self.params, STACKED: layers}
+        self.params = self.functions.put_adapter(self.params, *given)
 
     def drop(self, *, weights: bool) -> None:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""

@@ -18,6 +18,7 @@ from jaxrl.tools.tinker.tiles import Datum
 from jaxrl.tools.tinker.wire import tinker_pb2 as wire
 
 DEFAULTS = tenants.Adam()
+MOST_ALTERNATIVES = 20  # of a token, with their log-probs
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,200}$")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
 Number = Annotated[int, Field(ge=0, le=2**62)]
@@ -193,8 +194,8 @@ class Sample(Body):
     sampling_session_id: Id | None = None
     seq_id: Number | None = None
     prompt_logprobs: bool = False
-    topk_prompt_logprobs: Literal[0] = 0
-    topk_sample_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None

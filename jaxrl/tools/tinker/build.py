@@ -18,6 +18,7 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import writable_folder
 from jaxrl.models import hf
 from jaxrl.models.architecture import keeps_states
+from jaxrl.models.export import untied
 from jaxrl.models.lora import LoraConfig, adapter_specs, select_modules
 from jaxrl.models.placement import model_shardings, place_model
 from jaxrl.models.transformer import is_spec
@@ -33,7 +34,7 @@ from jaxrl.tools.tinker.service import Service
 from jaxrl.tools.tinker.tenants import Tenants
 from jaxrl.training.build import make_forward_pass
 
-MATRICES = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+MATRICES = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")} | {"lm_head"}
 
 
 class Server:
@@ -142,9 +143,11 @@ def make_server(config: Any) -> Server:
             f"trainer.policy.model.path={path!r}: this model has experts, states or latents, whose "
             "matrices rows of a batch cannot have adapters of their own for yet"
         )
-    lora = LoraConfig(model, _matrices(model), rank=limits.max_rank, alpha=limits.max_rank)
     mesh = make_mesh(**dataclasses.asdict(trainer.policy.mesh))
     placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
+    # the head has an adapter and the embeddings have none, so that they are two
+    own_head = dataclasses.replace(model, tie_embeddings=False)
+    lora = LoraConfig(own_head, _matrices(own_head), rank=limits.max_rank, alpha=limits.max_rank)
     _check_memory(limits, lora, mesh.devices.flat[0])
     base = hf.load_or_init(
         hf.local_folder(path),
@@ -154,6 +157,8 @@ def make_server(config: Any) -> Server:
         seed=trainer.seed,
         shardings=model_shardings(model, placement),
     )
+    model, base = untied(model, base)
+    base = jax.device_put(base, model_shardings(model, placement))
     journal = Journal(root / "journal.db")
     numbers = json.dumps(checksums(base), sort_keys=True)
     about = {"base": hashlib.sha256(numbers.encode()).hexdigest(), "max_rank": limits.max_rank}
@@ -200,9 +205,8 @@ def make_server(config: Any) -> Server:
 
 
 def _matrices(model: Any) -> tuple[str, ...]:
-    return tuple(
-        name for name in select_modules(model, "all-linear") if name.rpartition(".")[2] in MATRICES
-    )
+    names = select_modules(model, ["all-linear", "lm_head"])
+    return tuple(name for name in names if name.rpartition(".")[2] in MATRICES)
 
 
 def _check_memory(limits: cfg.TinkerConfig, lora: LoraConfig, device: Any) -> None:

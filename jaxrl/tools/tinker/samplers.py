@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,20 @@ NO_LOG_PROB = -99999.0  # of a place in a table of alternatives that holds none
 Answered = Callable[[bytes | Exception], object]
 
 
+class Prompt(NamedTuple):
+    """Hold what is told of a prompt of T tokens; None = it is not asked for.
+
+    Attributes:
+        log_probs: [T] of its tokens given those before, NaN where there is none.
+        ids, scores: [T, K] of the likeliest in their places, 0 and `NO_LOG_PROB` where there are
+            none.
+    """
+
+    log_probs: np.ndarray | None = None
+    ids: np.ndarray | None = None
+    scores: np.ndarray | None = None
+
+
 @dataclass
 class Asked:
     """Hold one call for samples.
@@ -26,14 +40,14 @@ class Asked:
     Attributes:
         name: of the weights; "" = the base.
         load: reads them.
-        prompt: log-probs of the prompt's tokens; None = they are not asked for.
+        prompt: what is told of it.
         answered: is called once, by any thread.
     """
 
     request: Request
     name: str
     load: Callable[[], dict[str, Any]] | None
-    prompt: np.ndarray | None
+    prompt: Prompt
     answered: Answered
 
 
@@ -65,7 +79,7 @@ class Samplers:
         body: Sample,
         name: str,
         load: Callable[[], dict[str, Any]] | None,
-        prompt: np.ndarray | None,
+        prompt: Prompt,
         answered: Answered,
     ) -> None:
         """Begin to sample, or wait until the adapter finds a place.
@@ -73,7 +87,7 @@ class Samplers:
         Args:
             name: of the weights; "" = the base's.
             load: reads them.
-            prompt: log-probs of the prompt's tokens, for the answer.
+            prompt: what is told of it in the answer.
 
         Raises:
             ValueError: it can never be done.
@@ -176,13 +190,11 @@ def _key(seed: str, number: int) -> tuple[int, int]:
     return int.from_bytes(digest[:4]), int.from_bytes(digest[4:8])
 
 
-def sample_response(
-    completions: Sequence[Completion], prompt: np.ndarray | None, alternatives: int
-) -> bytes:
+def sample_response(completions: Sequence[Completion], prompt: Prompt, alternatives: int) -> bytes:
     """Return the answer to a call for samples.
 
     Args:
-        prompt: [T] log-probs of the prompt's tokens; None = they are not asked for.
+        prompt: what is told of it.
         alternatives: that are told of each sampled token.
     """
     message = wire.SampleResponse()
@@ -200,9 +212,14 @@ def sample_response(
                 told = [(i, x) for i, x in known.items() if math.isfinite(x)]
                 for rank, (token, score) in enumerate(told):
                     ids[at, rank], scores[at, rank] = token, score
-            table = sequence.topk_sampled_logprobs
-            table.token_ids, table.logprobs = ids.tobytes(), scores.tobytes()
-            table.length, table.k = shape
-    if prompt is not None:
-        message.prompt_logprobs = prompt.astype("<f4").tobytes()
+            _write_table(sequence.topk_sampled_logprobs, ids, scores)
+    if prompt.log_probs is not None:
+        message.prompt_logprobs = prompt.log_probs.astype("<f4").tobytes()
+    if prompt.ids is not None and prompt.scores is not None:
+        _write_table(message.topk_prompt_logprobs, prompt.ids, prompt.scores)
     return message.SerializeToString(deterministic=True)
+
+
+def _write_table(table: wire.TopkLogprobs, ids: np.ndarray, scores: np.ndarray) -> None:
+    table.token_ids, table.logprobs = ids.astype("<i4").tobytes(), scores.astype("<f4").tobytes()
+    table.length, table.k = ids.shape

@@ -26,7 +26,7 @@ from jaxrl.rollout.server.errors import ApiError
 from jaxrl.tools.tinker import bodies, graphs, states
 from jaxrl.tools.tinker.journal import DONE, FAILED, WAITS, Call, Journal, facts
 from jaxrl.tools.tinker.losses import LOSSES
-from jaxrl.tools.tinker.samplers import Samplers
+from jaxrl.tools.tinker.samplers import NO_LOG_PROB, Prompt, Samplers
 from jaxrl.tools.tinker.tenants import PER_DISPATCH, Adam, Tenant, Tenants, new_tenant
 from jaxrl.tools.tinker.tiles import Datum, Place, Tile, cut, read
 
@@ -35,7 +35,7 @@ ALPHA = 32.0  # of all adapters
 TIDY_SECONDS = 600.0
 SCHEME = "tinker://"
 FOLDERS = {"training": "weights", "sampler": "sampler_weights"}  # in paths, by kind
-ATTENTION, MLP = ("wq", "wk", "wv", "wo"), ("w_gate", "w_up", "w_down")
+ATTENTION, MLP, HEAD = ("wq", "wk", "wv", "wo"), ("w_gate", "w_up", "w_down"), ("unembed",)
 MOVES = "forward_backward", "optim_step", "load_weights", "create_model"  # change a model
 BINARY = "forward_backward", "forward", "sample"  # are answered with protobuf
 
@@ -644,9 +644,9 @@ class Service:
         asked: list[Asking] = []
         for call in calls:
             self._guarded(call, lambda call: asked.append(self._asking(call)))
-        scores = self._score([one for one in asked if one.body.prompt_logprobs])
+        told = self._score([one for one in asked if _of_prompt(one.body)])
         for one in asked:
-            given = one.call, one.body, one.name, one.load, scores.get(one.call.id)
+            given = one.call, one.body, one.name, one.load, told.get(one.call.id, Prompt())
             answered = functools.partial(self._sampled, one.call)
             self._guarded(one.call, lambda _, g=given, a=answered: self.samplers.submit(*g, a))
 
@@ -677,14 +677,12 @@ class Service:
             raise Refused(f"sampling_session_id={sampler!r}: there is no such sampler")
         return found[0][0]
 
-    def _score(self, asked: Sequence[Asking]) -> dict[str, np.ndarray]:
-        """Return the log-probs of the tokens of prompts [T] given those before, NaN first, by call.
+    def _score(self, asked: Sequence[Asking]) -> dict[str, Prompt]:
+        """Return what is told of prompts, by call.
 
         Each prompt is cut by itself; those of one model and width are computed together.
         """
-        found = {
-            one.call.id: np.full(len(one.body.prompt.tokens), np.nan, np.float32) for one in asked
-        }
+        found = {one.call.id: _untold(one.body) for one in asked}
         slot = self.tenants.slots - 1
         shape = {"slot": slot, "rows": self.tenants.rows, "full": self._full}
         groups: defaultdict[tuple[str, int], list[tuple[Asking, Tile, Place]]] = defaultdict(list)
@@ -696,7 +694,7 @@ class Service:
                 [Datum(tokens[:-1], tokens[1:], {})], "cross_entropy", {}, **shape
             )
             groups[one.name, tile.tokens.shape[1]].append((one, tile, place))
-        there: str | None = None
+        there, most = None, min(bodies.MOST_ALTERNATIVES, self.vocabulary)
         for (name, _), members in sorted(groups.items(), key=lambda group: group[0]):
             if name != there:
                 model, load = new_tenant(self.tenants.lora, 0, 1, 1.0, set()), members[0][0].load
@@ -708,15 +706,50 @@ class Service:
                     model = model.replace(adapters=parts["adapters"], scale=parts["scale"])
                 self.tenants.put(slot, model)
                 there = name
-            log_probs, _ = self.tenants.run([tile for _, tile, _ in members], learns=False)
-            for (one, _, place), scores in zip(members, log_probs, strict=True):
-                found[one.call.id][1:] = read([place], [scores])[0]
+            wanted = [one for one in members if one[0].body.prompt_logprobs]
+            log_probs, _ = self.tenants.run([tile for _, tile, _ in wanted], learns=False)
+            for (one, _, place), scores in zip(wanted, log_probs, strict=True):
+                _tell(found[one.call.id].log_probs, one.body, read([place], [scores])[0])
+            for one, tile, place in members:
+                if k := one.body.topk_prompt_logprobs:
+                    best = self.tenants.likeliest(tile, most)
+                    told = found[one.call.id]
+                    for column, values in zip((told.ids, told.scores), best, strict=True):
+                        _tell(column, one.body, read([place], [values[..., :k]])[0])
         return found
+
+
+def _of_prompt(body: bodies.Sample) -> bool:
+    """Return whether something of the prompt is to be told."""
+    return body.prompt_logprobs or body.topk_prompt_logprobs > 0
+
+
+def _untold(body: bodies.Sample) -> Prompt:
+    """Return what is told of a prompt of which nothing is known."""
+    length, k = len(body.prompt.tokens), body.topk_prompt_logprobs
+    log_probs = np.full(length, np.nan, np.float32) if body.prompt_logprobs else None
+    if not k:
+        return Prompt(log_probs)
+    scores = np.full((length, k), NO_LOG_PROB, np.float32)
+    return Prompt(log_probs, np.zeros((length, k), np.int32), scores)
+
+
+def _tell(column: np.ndarray | None, body: bodies.Sample, found: np.ndarray) -> None:
+    """Write what was found of a prompt from its second token on [T - 1, ...], where it is wanted.
+
+    Args:
+        column: [T, ...] or wider, since a vocabulary may have fewer ids than are asked for.
+    """
+    assert column is not None
+    last = min(body.prompt_logprobs_last_n or len(found), len(found))
+    where = (slice(len(column) - last, None), *(slice(n) for n in found.shape[1:]))
+    column[where] = found[len(found) - last :]
 
 
 def trained(lora: LoraConfig, asked: dict[str, Any]) -> set[str]:
     """Return the leaves whose adapters a model trains."""
     chosen = ATTENTION * asked["train_attn"] + MLP * asked["train_mlp"]
+    chosen += HEAD * asked["train_unembed"]
     return {name for name in matrices(lora.model) if name.rpartition("/")[2] in chosen}
 
 

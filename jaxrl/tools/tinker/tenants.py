@@ -75,8 +75,8 @@ class Tenants:
     """Hold the models that are on the devices, and run their programs.
 
     Args:
-        forward: of the base, `(params, rows, with_entropy=, of_ids=) -> log_probs [R, L], entropy`
-            and perhaps log-probs of given ids, at temperature 1.
+        forward: of the base, `(params, rows, with_entropy=, of_ids=, top_k=) -> log_probs [R, L],
+            entropy` and perhaps log-probs of given ids, or the likeliest, at temperature 1.
         base: its parameters.
         lora: the largest adapters of a model.
         placement: of both.
@@ -105,6 +105,7 @@ class Tenants:
         trees = [_zeros(shapes) for _ in range(4)]
         empty = Tenant(*trees, count=np.zeros(slots, np.int32), scale=np.zeros(slots, np.float32))
         self._all = jax.device_put(empty, shardings)
+        self._likeliest = jax.jit(functools.partial(_likeliest, forward, lora), static_argnums=3)
         program = functools.partial(_compute, forward, lora)
         self._score = jax.jit(functools.partial(program, learns=False))
         self._learn = jax.jit(
@@ -148,6 +149,14 @@ class Tenants:
             for kept, new in zip((log_probs, losses), fetch(found), strict=True):
                 kept += list(new[: len(part)])
         return log_probs, losses
+
+    def likeliest(self, tile: Tile, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the likeliest ids at the places of a tile, best first, and their log-probs.
+
+        Returns:
+            [R, L, K] each; K is `number`, or the vocabulary where that is smaller.
+        """
+        return fetch(self._likeliest(self._all, self._base, tile, number))
 
     def update(self, slot: int, adam: Adam) -> dict[str, float]:
         """Make an optimizer step of a model with the gradient that it has, which is then 0.
@@ -194,14 +203,8 @@ def _compute(
     """
 
     def of_tile(adapters: Params, scale: Array, tile: Tile) -> tuple[Array, tuple[Array, Array]]:
-        scaled = {n: {"a": w["a"], "b": w["b"] * scale} for n, w in adapters.items()}
-        wanted = tile.segment_ids > 0
-        rows = ModelRows(
-            tile.tokens, tile.positions, tile.segment_ids, tile.targets, wanted.at[:, -1].set(False)
-        )
         several = tile.ids is not None
-        rows = rows.replace(teacher_ids=tile.ids)
-        given = attach(lora, base, scaled), rows
+        given = _given(lora, base, adapters, scale, tile)
         found = forward(*given, with_entropy=False, of_ids=several)[2 * several]
         log_probs = jnp.roll(found, -1, axis=1)  # a place's score is that of its target
         if tile.id_weights is not None:  # cross-entropy with several targets
@@ -212,7 +215,7 @@ def _compute(
             for loss in LOSSES.values()
         ]
         losses = jax.lax.switch(tile.loss, branches, log_probs)
-        losses = jnp.where(wanted, losses, 0)
+        losses = jnp.where(tile.segment_ids > 0, losses, 0)
         return losses.sum(), (log_probs, losses)
 
     def body(i: Array, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -231,6 +234,31 @@ def _compute(
     start = tenants.gradients if learns else ()
     gradients, *kept = jax.lax.fori_loop(0, number, body, (start, zeros, zeros))
     return (tenants.replace(gradients=gradients), *kept) if learns else tuple(kept)
+
+
+def _given(
+    lora: LoraConfig, base: Params, adapters: Params, scale: Array, tile: Tile
+) -> tuple[Params, ModelRows]:
+    """Return what a forward of a tile is given."""
+    scaled = {n: {"a": w["a"], "b": w["b"] * scale} for n, w in adapters.items()}
+    wanted = (tile.segment_ids > 0).at[:, -1].set(False)
+    rows = ModelRows(tile.tokens, tile.positions, tile.segment_ids, tile.targets, wanted)
+    return attach(lora, base, scaled), rows.replace(teacher_ids=tile.ids)
+
+
+def _likeliest(
+    forward: Callable[..., tuple[Array, ...]],
+    lora: LoraConfig,
+    tenants: Tenant,
+    base: Params,
+    tile: Tile,
+    number: int,
+) -> tuple[Array, Array]:
+    adapters = jax.tree.map(lambda x: x[tile.slot], tenants.adapters)
+    given = _given(lora, base, adapters, tenants.scale[tile.slot], tile)
+    *_, ids, log_probs = forward(*given, with_entropy=False, top_k=number)
+    # a place's scores are of what follows; the last is of all other ids
+    return jnp.roll(ids, -1, axis=1), jnp.roll(log_probs[..., :-1], -1, axis=1)
 
 
 def _update(tenants: Tenant, slot: Array, adam: Adam) -> tuple[Tenant, tuple[Array, Array]]:

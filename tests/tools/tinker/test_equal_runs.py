@@ -1,5 +1,8 @@
 """What jaxrl.sft and jaxrl.train do, done over the API: the same losses and the same adapters."""
 
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ RUN = {
     "trainer.epochs": 1,
     "trainer.policy.model.lora.rank": RANK,
     "trainer.policy.model.lora.alpha": 32,
+    "trainer.policy.model.lora.target_modules": ["all-linear", "lm_head"],
     "trainer.policy.optimizer_config.lr": 3e-3,
     "trainer.policy.optimizer_config.num_warmup_steps": 2,
     "trainer.policy.optimizer_config.max_grad_norm": 0.3,
@@ -34,7 +38,16 @@ RUN = {
 }
 
 
+def write_base(folder):
+    """Write the tiny model with a head of its own, which a run with adapters can train."""
+    shutil.copytree("configs/tiny_char_model", folder)
+    about = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(about))
+    return str(folder)
+
+
 def run_config(name, folder, changes):
+    changes |= {"trainer.policy.model.path": write_base(folder / "base")}
     places = {f"trainer.{x}_path": str(folder / x) for x in ("ckpt", "export")}
     places["trainer.log_path"] = str(folder)
     config = to_train_config(load_config_file(f"configs/{name}.py"))
@@ -70,7 +83,8 @@ def datum(batch, row, **columns):
 
 def over_the_api(root, seed, loss, minibatches, rates):
     """Make the same updates on a service; return the losses and the adapters."""
-    with serving(root, trainer__seed=seed) as server, client(server) as service:
+    settings = {"trainer__policy__model__path": str(root.parent / "base")}
+    with serving(root, trainer__seed=seed, **settings) as server, client(server) as service:
         # the base is the run's: the same folder, drawn from the same seed
         name = server.service.base
         model = service.create_lora_training_client(name, rank=RANK, seed=seed).result()
