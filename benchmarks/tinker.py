@@ -1,17 +1,19 @@
 """Many models of a training service together against one after another, and the price for one.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.tinker [--tenants 1 4 16] [--hidden=256] [--json=FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.tinker [--tenants 1 4 16] [--json=FILE]
+    JAX_PLATFORMS=cpu python -m benchmarks.tinker --shape=smollm2 --rounds=1 --tokens=16
 
-A model of about 3 million parameters (`--hidden=256`), adapters of rank 16. Each tenant sends a
-call of 8 sequences of 100 to 200 tokens and an update, again and again; the numbers are of the
-device side alone, without HTTP and journal.
+A model of about 3 million parameters, or the shape of SmolLM2-135M, with random weights and
+adapters of rank 16 at all matrices and the head. Each tenant sends a call of 8 sequences of 100 to
+200 tokens and an update, again and again; the numbers are of the device side alone, without HTTP
+and journal, the fastest of some rounds.
 
     together       tokens/s of all tenants whose tiles share programs
     in turns       tokens/s of the same calls, one tenant's after another's
     update alone   tokens/s of `jaxrl.sft`'s update of the same batch, with adapters of the same
                    rank: what one tenant would have by itself
-    decoding       tokens/s of 64 samples of 64 tokens, of the base in an engine without places for
-                   adapters, and of as many adapters, together and in turns
+    decoding       tokens/s of 64 samples of `--tokens`, of the base in an engine without places
+                   for adapters, and of as many adapters, together and in turns
 
 Claim: the table of docs/tinker.md. Bits of each tenant are compared with those it has alone.
 """
@@ -39,20 +41,29 @@ from jaxrl.tools.tinker.tiles import Datum, Tile, cut
 from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.types import ModelRows
 
-RANK, SEQUENCES, ROUNDS = 16, 8, 3
-
-
-def model_of(hidden: int) -> TransformerConfig:
-    """Return a Llama of four layers."""
-    return TransformerConfig(
+RANK, SEQUENCES = 16, 8
+SHAPES = {
+    "3m": TransformerConfig(
         vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 8 * 8,
+        hidden_size=256,
+        intermediate_size=680,
         num_layers=4,
-        num_heads=hidden // 64,
-        num_kv_heads=hidden // 64,
+        num_heads=4,
+        num_kv_heads=4,
         head_dim=64,
-    )
+        tie_embeddings=False,
+    ),
+    "smollm2": TransformerConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        tie_embeddings=False,  # as the service has it, so that the head has an adapter
+    ),
+}
 
 
 def data_of(seed: int, vocabulary: int) -> list[Datum]:
@@ -66,21 +77,27 @@ def data_of(seed: int, vocabulary: int) -> list[Datum]:
     return found
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Return the least time of some runs, after one that compiles."""
-    run()
+def adapters_of(model: TransformerConfig) -> LoraConfig:
+    """Return adapters at all matrices."""
+    return LoraConfig(
+        model, select_modules(model, ["all-linear", "lm_head"]), rank=RANK, alpha=RANK
+    )
+
+
+def seconds(run: Callable[[], Any], rounds: int) -> float:
+    """Return the least time of some runs."""
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         started = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - started)
     return min(times)
 
 
-def training(model: TransformerConfig, tenants: Sequence[int]) -> list[dict[str, Any]]:
+def training(model: TransformerConfig, tenants: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Measure calls and updates of some numbers of tenants."""
     placement = Placement(make_mesh(devices=jax.devices()[:1]), ShardingRules())
-    lora = LoraConfig(model, select_modules(model, "all-linear"), rank=RANK, alpha=RANK)
+    lora = adapters_of(model)
     base, names = init_params(model, 0), set(abstract_params_of_lora(lora))
     forward = functools.partial(log_probs_and_entropy, model, temperature=1.0, dtype=jnp.float32)
     service = Tenants(forward, base, lora, placement, max(tenants))
@@ -104,15 +121,17 @@ def training(model: TransformerConfig, tenants: Sequence[int]) -> list[dict[str,
             service.update(slot, Adam(0.0))
 
     alone = plain_update(forward, base, lora, tiles[0])
+    for compiles in (alone, functools.partial(in_turns, 1)):
+        compiles()
     rows = []
     for number in tenants:
         tokens = sum(sizes[:number])
         rows.append(
             {
                 "tenants": number,
-                "together": tokens / seconds(functools.partial(together, number)),
-                "in turns": tokens / seconds(functools.partial(in_turns, number)),
-                "update alone": sizes[0] / seconds(alone),
+                "together": tokens / seconds(functools.partial(together, number), rounds),
+                "in turns": tokens / seconds(functools.partial(in_turns, number), rounds),
+                "update alone": sizes[0] / seconds(alone, rounds),
                 "same bits": same_bits(service, lora, names, tiles, number),
             }
         )
@@ -155,12 +174,14 @@ def same_bits(
     return jax.tree.all(jax.tree.map(np.array_equal, alone, gradient(mixed)))
 
 
-def decoding(model: TransformerConfig, tenants: Sequence[int]) -> list[dict[str, Any]]:
+def decoding(
+    model: TransformerConfig, tenants: Sequence[int], rounds: int, tokens: int
+) -> list[dict[str, Any]]:
     """Measure 64 samples of the base in an engine without places, and of adapters in one with."""
-    lora = LoraConfig(model, select_modules(model, "all-linear"), rank=RANK, alpha=RANK)
+    lora = adapters_of(model)
     base, rng = init_params(model, 0), np.random.default_rng(0)
     prompt = tuple(rng.integers(0, model.vocab_size, 32).tolist())
-    sampling = Sampling(max_tokens=64)
+    sampling, drawn = Sampling(max_tokens=tokens), 64 * tokens
 
     def engine(places: int) -> NativeEngine:
         made = NativeEngine(
@@ -191,12 +212,15 @@ def decoding(model: TransformerConfig, tenants: Sequence[int]) -> list[dict[str,
         ]
 
     plain, stacked = engine(0), engine(max(tenants) + 1)
-    found = [{"adapters": 0, "decoding": 4096 / seconds(lambda: plain.generate(asked(0)))}]
+    for made in (plain, stacked):
+        made.generate(asked(0))  # compiles
+    spent = seconds(lambda: plain.generate(asked(0)), rounds)
+    found = [{"adapters": 0, "decoding": drawn / spent}]
     for number in tenants:
         requests = asked(number)
-        spent = seconds(lambda requests=requests: stacked.generate(requests))
-        apart = seconds(lambda requests=requests: [stacked.generate([r]) for r in requests])
-        found.append({"adapters": number, "decoding": 4096 / spent, "in turns": 4096 / apart})
+        spent = seconds(lambda some=requests: stacked.generate(some), rounds)
+        apart = seconds(lambda some=requests: [stacked.generate([one]) for one in some], rounds)
+        found.append({"adapters": number, "decoding": drawn / spent, "in turns": drawn / apart})
     return found
 
 
@@ -206,14 +230,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tenants", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--shape", choices=SHAPES, default="3m")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    model = model_of(options.hidden)
-    trained = training(model, options.tenants)
+    model = SHAPES[options.shape]
+    trained = training(model, options.tenants, options.rounds)
     for row in trained:
         print({name: round(x) if isinstance(x, float) else x for name, x in row.items()})
-    drawn = decoding(model, options.tenants)
+    drawn = decoding(model, options.tenants, options.rounds, options.tokens)
     for row in drawn:
         print({name: round(x) if isinstance(x, float) else x for name, x in row.items()})
     if options.json:
