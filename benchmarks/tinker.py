@@ -1,11 +1,11 @@
 """Many models of a training service together against one after another, and the price for one.
 
     JAX_PLATFORMS=cpu python -m benchmarks.tinker [--tenants 1 4 16] [--json=FILE]
-    JAX_PLATFORMS=cpu python -m benchmarks.tinker --shape=smollm2 --rounds=1 --tokens=16
+    JAX_PLATFORMS=cpu python -m benchmarks.tinker --shape=smollm2-135m --rounds=1 --tokens=16
 
-A model of about 3 million parameters, or the shape of SmolLM2-135M, with random weights and
-adapters of rank 16 at all matrices and the head. Each tenant sends a call of 8 sequences of 100 to
-200 tokens and an update, again and again; the numbers are of the device side alone, without HTTP
+A model of about 3 million parameters, or another of `benchmarks/shapes.py`, with random weights
+and adapters of rank 16 at all matrices and the head. Each tenant sends a call of 8 sequences of 100
+to 200 tokens and an update, again and again; the numbers are of the device side alone, without HTTP
 and journal, the fastest of some rounds.
 
     together       tokens/s of all tenants whose tiles share programs
@@ -19,6 +19,7 @@ Claim: the table of docs/tinker.md. Bits of each tenant are compared with those 
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import sys
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.shapes import SHAPES, transformer_config
 from jaxrl.models.lora import LoraConfig, abstract_params_of_lora, attach, select_modules
 from jaxrl.models.transformer import TransformerConfig, init_params
 from jaxrl.parallel import Placement, ShardingRules, make_mesh
@@ -42,28 +44,6 @@ from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.types import ModelRows
 
 RANK, SEQUENCES = 16, 8
-SHAPES = {
-    "3m": TransformerConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=680,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=64,
-        tie_embeddings=False,
-    ),
-    "smollm2": TransformerConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        tie_embeddings=False,  # as the service has it, so that the head has an adapter
-    ),
-}
 
 
 def data_of(seed: int, vocabulary: int) -> list[Datum]:
@@ -235,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    model = SHAPES[options.shape]
+    # the head is apart from the embeddings, as the service has it, so that it has an adapter
+    model = dataclasses.replace(transformer_config(options.shape), tie_embeddings=False)
     trained = training(model, options.tenants, options.rounds)
     for row in trained:
         print({name: round(x) if isinstance(x, float) else x for name, x in row.items()})

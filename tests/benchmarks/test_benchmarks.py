@@ -44,6 +44,8 @@ from benchmarks import (
     serve,
     staleness,
     tail,
+    tinker,
+    tinker_cookbook,
     tool_use,
     train_step,
     weight_delta,
@@ -104,6 +106,8 @@ def run(benchmark, tmp_path, capsys, *flags):
         sandbox,
         serve,
         staleness,
+        tinker,
+        tinker_cookbook,
         tool_use,
         train_step,
         weight_delta,
@@ -119,6 +123,29 @@ def test_help(benchmark_module, capsys):
 def test_rollout_file(tmp_path, capsys):
     _, report = run(rollout_file, tmp_path, capsys)
     assert report["savez_compressed"]["bytes"] < report["savez"]["bytes"]
+
+
+def test_tinker(tmp_path, capsys):
+    output = tmp_path / "result.json"
+    flags = ["--shape=smoke", "--rounds=1", "--tokens=2", "--tenants", "1", "2"]
+    assert tinker.main([*flags, f"--json={output}"]) == 0
+    report = json.loads(output.read_text())
+    assert [(row["tenants"], row["same bits"]) for row in report["training"]] == [
+        (1, True),
+        (2, True),
+    ]
+    assert [row["adapters"] for row in report["decoding"]] == [0, 1, 2]
+
+
+def test_the_cookbooks_problems_and_rewards():
+    (row, other) = list(tinker_cookbook.cookbook_problems(steps=2))[:: tinker_cookbook.GROUPS]
+    # np.random.RandomState(0): 44, 47; the second step begins with its own
+    assert row["prompt"].endswith("User: What is 44 + 47?\n\nAssistant:")
+    assert other["prompt"] != row["prompt"]
+    end = tinker_cookbook.END
+    answers = [f" 91{end}", f" 44 and 91{end}", " 91", f" 9 1{end}", f" none{end}"]
+    assert [tinker_cookbook.right(text, row) for text in answers] == [1, 1, 1, 0, 0]
+    assert [tinker_cookbook.unended(text) for text in answers] == [0, 0, 1, 0, 0]
 
 
 def test_engine_host(tmp_path, capsys):
