@@ -98,8 +98,8 @@ class TinkerConfig(BaseConfig):
     max_waiting: Annotated[int, positive] = 1024
     """Calls of a key that are not answered yet; one beyond them is answered 429."""
     row_tokens: Annotated[int, positive] = 2048
-    """Tokens of a row of a call with many data. More fill the device better, and are padded more; on
-    a CPU, where attention goes through all of a row, 256 is faster for short data."""
+    """Tokens of a row of a call with many data. More fill the device better, and are padded more;
+    on a CPU, where attention goes through all of a row, 256 is faster for short data."""
     snapshot_calls: Annotated[int, positive] = 16
     """Calls of a model after which it is written to disk; more make the start after a crash
     slower."""
