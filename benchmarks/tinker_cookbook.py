@@ -19,6 +19,7 @@ often it does is printed, and all curves are in DIR/curves.json and DIR/curves.p
 import argparse
 import json
 import re
+import shutil
 import string
 import subprocess
 import sys
@@ -131,7 +132,8 @@ def fine_tune(out: Path, base: Path, steps: int) -> Path:
 def by_jaxrl(out: Path, base: Path, steps: int, seed: int) -> list[float]:
     """Return the share of right answers at each step of `jaxrl.train`."""
     folder = out / f"jaxrl_{seed}"
-    if not folder.exists():
+    if len(curve(folder, "reward/right/mean")) < steps:
+        shutil.rmtree(folder, ignore_errors=True)
         config = to_train_config(load_config_file(str(CONFIGS / "addition_grpo.py")))
         own = [f"benchmarks.tinker_cookbook:{f}" for f in ("right", "unended")]
         changes = {
@@ -168,14 +170,15 @@ def by_jaxrl(out: Path, base: Path, steps: int, seed: int) -> list[float]:
             "generator.sampling_params.stop": [END],
         }
         train(cfg.apply_overrides(config, changes))
-    rows = read_lines(next(folder.rglob("metrics.jsonl")))
-    return [row["reward/right/mean"] for row in rows if "reward/right/mean" in row]
+    return curve(folder, "reward/right/mean")
 
 
 def by_cookbook(python: str, out: Path, base: Path, steps: int, number: int) -> list[float]:
     """Return the share of right answers at each step of the cookbook's program at our service."""
     folder = out / f"cookbook_{number}"
-    if not folder.exists():
+    if len(curve(folder, "env/all/correct")) < steps:
+        for begun in (folder, out / f"service_{number}"):
+            shutil.rmtree(begun, ignore_errors=True)
         config = to_train_config(load_config_file(str(CONFIGS / "quickstart.py")))
         changes = {
             "trainer.policy.model.path": str(base),
@@ -214,13 +217,19 @@ def by_cookbook(python: str, out: Path, base: Path, steps: int, number: int) -> 
             subprocess.run(command, check=True, env=given)
         finally:
             server.stop()
-    rows = read_lines(folder / "metrics.jsonl")
-    return [row["env/all/correct"] for row in rows if "env/all/correct" in row]
+    return curve(folder, "env/all/correct")
 
 
-def smooth(curve: Sequence[float]) -> np.ndarray:
+def curve(folder: Path, name: str) -> list[float]:
+    """Return a metric of each step of a run; [] where there is none."""
+    found = [row for path in folder.rglob("metrics.jsonl") for row in read_lines(path)]
+    return [row[name] for row in found if name in row]
+
+
+def smooth(curves: np.ndarray) -> np.ndarray:
     """Return means of neighbouring steps."""
-    return np.convolve(curve, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
+    window = np.ones(SMOOTHED) / SMOOTHED
+    return np.array([np.convolve(one, window, mode="valid") for one in curves])
 
 
 def picture(path: Path, ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -256,20 +265,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, steps = options.out.absolute(), options.steps
     write_base(out / "base")
     base = fine_tune(out, out / "base", options.sft_steps)
-    theirs = np.array(
-        [
-            smooth(by_cookbook(options.cookbook, out, base, steps, number))
+    found = {
+        "cookbook": [
+            by_cookbook(options.cookbook, out, base, steps, number)
             for number in range(options.runs)
-        ]
-    )
-    ours = np.array([smooth(by_jaxrl(out, base, steps, seed)) for seed in SEEDS])
-    inside = (ours.min(0) <= theirs) & (theirs <= ours.max(0))
-    found = {"jaxrl": ours.tolist(), "cookbook": theirs.tolist(), "inside": inside.mean(1).tolist()}
+        ],
+        "jaxrl": [by_jaxrl(out, base, steps, seed) for seed in SEEDS],
+    }
     (out / "curves.json").write_text(json.dumps(found))
+    for name, curves in found.items():
+        print(f"{name}: all steps {np.mean(curves, axis=1).round(3).tolist()}", end=", ")
+        print(f"last {SMOOTHED} {np.array(curves)[:, -SMOOTHED:].mean(1).round(3).tolist()}")
+    theirs, ours = (smooth(np.array(curves)) for curves in found.values())
+    inside = (ours.min(0) <= theirs) & (theirs <= ours.max(0))
+    print(f"within the range of the five seeds at {inside.mean(1).round(2).tolist()} of the steps")
     picture(out / "curves.png", ours, theirs)
-    print(f"jaxrl.train, last {SMOOTHED} of {steps} steps: {ours[:, -1].round(3).tolist()}")
-    print(f"cookbook: {theirs[:, -1].round(3).tolist()}, within the range of the five seeds at")
-    print(f"{inside.mean(1).round(2).tolist()} of the steps")
     return 0
 
 

@@ -2,9 +2,9 @@
 
 import asyncio
 import dataclasses
-import functools
 import hashlib
 import json
+import math
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,10 +19,10 @@ from jaxrl.files import writable_folder
 from jaxrl.models import hf
 from jaxrl.models.architecture import keeps_states
 from jaxrl.models.export import untied
-from jaxrl.models.lora import LoraConfig, adapter_specs, select_modules
+from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.models.placement import model_shardings, place_model
-from jaxrl.models.transformer import is_spec
-from jaxrl.parallel import make_mesh
+from jaxrl.models.transformer import abstract_params
+from jaxrl.parallel import Placement, make_mesh
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import enable_cache
 from jaxrl.parallel.devices import device_memory
@@ -131,6 +131,11 @@ def make_server(config: Any) -> Server:
     limits, path = config.tinker, trainer.policy.model.path
     if path is None:
         raise ValueError("trainer.policy.model.path=None: set a Hugging Face model folder")
+    if trainer.exact != "off":
+        raise ValueError(
+            f"trainer.exact={trainer.exact!r}: an engine whose rows have adapters of their own is "
+            "not exact; set off"
+        )
     cfg.check_constraints(serve, "serve")
     cfg.check_constraints(limits, "tinker")
     keys = Keys(read_keys(limits.keys_file, settings.http_endpoint_host))
@@ -148,7 +153,7 @@ def make_server(config: Any) -> Server:
     # the head has an adapter and the embeddings have none, so that they are two
     own_head = dataclasses.replace(model, tie_embeddings=False)
     lora = LoraConfig(own_head, _matrices(own_head), rank=limits.max_rank, alpha=limits.max_rank)
-    _check_memory(limits, lora, mesh.devices.flat[0])
+    resident = _check_memory(limits, lora, placement)
     base = hf.load_or_init(
         hf.local_folder(path),
         model,
@@ -161,7 +166,11 @@ def make_server(config: Any) -> Server:
     base = jax.device_put(base, model_shardings(model, placement))
     journal = Journal(root / "journal.db")
     numbers = json.dumps(checksums(base), sort_keys=True)
-    about = {"base": hashlib.sha256(numbers.encode()).hexdigest(), "max_rank": limits.max_rank}
+    about = {
+        "max_rank": limits.max_rank,
+        "matrices": hashlib.sha256("\n".join(lora.modules).encode()).hexdigest(),
+        "base": hashlib.sha256(numbers.encode()).hexdigest(),
+    }
     if (other := journal.belong_to(about)) is not None:
         raise ValueError(
             f"tinker.root={limits.root!r} is of a service with another {other}: go on with that "
@@ -183,6 +192,7 @@ def make_server(config: Any) -> Server:
         shrink=False,  # what a sample draws does not depend on who else is there
         lora=lora,
         places=places,
+        resident_bytes=resident,
     )
     engine.update_weights(base, 0)
     stops = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)} - {None})
@@ -209,19 +219,26 @@ def _matrices(model: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name.rpartition(".")[2] in MATRICES)
 
 
-def _check_memory(limits: cfg.TinkerConfig, lora: LoraConfig, device: Any) -> None:
-    """Refuse more adapters than the memory of a device holds beside nothing else.
+def _check_memory(limits: cfg.TinkerConfig, lora: LoraConfig, placement: Placement) -> int:
+    """Return the bytes of the base and of all adapters on a device, without the engine's copy.
 
     Raises:
-        ValueError: says how much is missing.
+        ValueError: a device has less; says how much is missing.
     """
-    specs = jax.tree.leaves(adapter_specs(lora), is_leaf=is_spec)
-    one = sum(4 * functools.reduce(int.__mul__, spec.shape) for spec in specs)
-    asked = 4 * one * (limits.adapters + 1) + one * (limits.samplers + 1)
-    has = device_memory(device)
+
+    def of_device(model: Any) -> int:
+        shapes, places = abstract_params(model), model_shardings(model, placement)
+        parts = jax.tree.map(lambda x, where: math.prod(where.shard_shape(x.shape)), shapes, places)
+        return 4 * sum(jax.tree.leaves(parts))
+
+    one, base = of_device(lora), of_device(lora.model)
+    asked = base + 4 * one * (limits.adapters + 1) + one * (limits.samplers + 1)
+    has = device_memory(placement.mesh.devices.flat[0])
     if asked > has:
         raise ValueError(
-            f"tinker.adapters={limits.adapters}, tinker.max_rank={limits.max_rank}: adapters, "
-            f"gradients and moments need {asked / 2**30:.2f} GiB, {(asked - has) / 2**30:.2f} more "
-            "than a device has; lower one"
+            f"tinker.adapters={limits.adapters}, tinker.samplers={limits.samplers}, "
+            f"tinker.max_rank={limits.max_rank}: the base, adapters, gradients and moments need "
+            f"{asked / 2**30:.2f} GiB, {(asked - has) / 2**30:.2f} more than a device has; lower "
+            "one"
         )
+    return asked

@@ -680,7 +680,8 @@ class Service:
     def _score(self, asked: Sequence[Asking]) -> dict[str, Prompt]:
         """Return what is told of prompts, by call.
 
-        Each prompt is cut by itself; those of one model and width are computed together.
+        Each prompt is cut by itself. Those of one model and width are scored together; the
+        likeliest ids are found by prompt.
         """
         found = {one.call.id: _untold(one.body) for one in asked}
         slot = self.tenants.slots - 1

@@ -126,6 +126,13 @@ def test_a_program_that_fails_ends_the_service_and_is_left_out_when_it_begins_ag
             make_server(config(tmp_path, **change))
 
 
+def test_what_does_not_fit_or_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"need [\d.]+ GiB, [\d.]+ more than a device has"):
+        make_server(config(tmp_path, tinker__adapters=10**6))
+    with pytest.raises(ValueError, match="trainer.exact='full': an engine whose rows have adap"):
+        make_server(config(tmp_path, trainer__exact="full"))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     root = tmp_path_factory.mktemp("undisturbed")
