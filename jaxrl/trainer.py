@@ -47,6 +47,7 @@ from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import is_first, put, replicated
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import compile_together, lowering
+from jaxrl.parallel.jit_once import jit_once
 from jaxrl.parallel.offload import on_device
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.records.batch_file import batch_path, dump_batch
@@ -219,7 +220,7 @@ class Trainer:
             critic=self.critic and self.critic.abstract_state,
         )
         self.minibatch_rows = trainer.policy_mini_batch_size * self.samples
-        self.estimate = jax.jit(make_estimate(trainer.algorithm))
+        self.estimate = jit_once(make_estimate(trainer.algorithm))
         writable_folder("trainer.log_path", cfg.run_folder(trainer))
         writable_folder("trainer.export_path", trainer.export_path)
         self.checkpointer = Checkpointer(trainer.ckpt_path, max_to_keep=trainer.max_ckpts_to_keep)

@@ -108,19 +108,29 @@ def make_policy_loss(algorithm: Any) -> PolicyLoss:
     return PolicyLoss(func, label, algorithm)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AdvantageFunction:
     """Hold the estimator of a config with what it is called with.
 
     Attributes:
         fn: gets the keywords that its signature names, its hyperparameters among them.
         label: how an error calls it.
-        settings: what it is offered beside the arrays of a step.
     """
 
     fn: Function
     label: str
-    settings: dict[str, Any]
+    algorithm: Any
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what the estimator is offered beside the arrays of a step, by SkyRL's names."""
+        return {
+            "grpo_norm_by_std": self.algorithm.grpo_norm_by_std,
+            "gamma": self.algorithm.gamma,
+            "lambd": self.algorithm.lambd,
+            "config": self.algorithm,
+            **self.algorithm.advantage_kwargs,
+        }
 
     def __call__(self, state: Any = None, **arrays: Array) -> tuple[Any, FloatBT, FloatBT]:
         """Return the state after the step, advantages and returns [B, T].
@@ -164,17 +174,11 @@ def bind_estimator(algorithm: Any) -> AdvantageFunction:
     func, label = AdvantageEstimatorRegistry.resolve(name), f"advantage estimator '{name}'"
     check_estimator_signature(label, func)
     check_hyperparameters(func, kwargs, "trainer.algorithm.advantage_kwargs", ESTIMATOR_DATA)
-    settings = {
-        "grpo_norm_by_std": algorithm.grpo_norm_by_std,
-        "gamma": algorithm.gamma,
-        "lambd": algorithm.lambd,
-        "config": algorithm,
-        **kwargs,
-    }
-    offered: dict[str, Any] = {**dict.fromkeys(ESTIMATOR_DATA), **settings}
+    estimator = AdvantageFunction(func, label, algorithm)
+    offered: dict[str, Any] = {**dict.fromkeys(ESTIMATOR_DATA), **estimator.settings}
     positional = ("state", "batch") if initial_state_of(func) else ()
     check_parameters(label, func, positional, accepted_keywords(func, offered))
-    return AdvantageFunction(func, label, settings)
+    return estimator
 
 
 def loss_ndim(algorithm: Any, shape: tuple[int, int]) -> int:

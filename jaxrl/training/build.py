@@ -39,6 +39,7 @@ from jaxrl.parallel import (
     put,
     replicated,
 )
+from jaxrl.parallel.jit_once import Bound
 from jaxrl.parallel.offload import host_shardings
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.training.forward import log_probs_and_entropy, state_values
@@ -308,7 +309,7 @@ def make_forward_pass(
         if not isinstance(model, TransformerConfig):
             raise ValueError(f"trainer.exact={trainer.exact!r}: {model.name} is a flax module")
         check_exact(model, tiles.parts, platform)
-    forward = functools.partial(
+    forward = Bound(
         state_values if values else log_probs_and_entropy,
         model,
         dtype=dtype,
@@ -325,12 +326,12 @@ def make_forward_pass(
         return ForwardPass(forward, place, microbatching, options={}, kernels=kernels)
     assert trainer.algorithm.temperature is not None  # resolved
     temperature = trainer.algorithm.temperature
-    forward = functools.partial(forward, tiles=tiles)
+    forward = Bound(forward, tiles=tiles)
     for_head = names.get(HEAD_LOG_PROBS.name, REFERENCE)
-    forward = functools.partial(forward, temperature=temperature, head_kernel=for_head)
+    forward = Bound(forward, temperature=temperature, head_kernel=for_head)
     options: dict[str, Any] = {"with_entropy": False, "teacher_beta": None}
     options |= {"top_k": 0, "of_ids": False, "states": False}
-    forward = functools.partial(forward, teacher=teacher_model(trainer, model, placement))
+    forward = Bound(forward, teacher=teacher_model(trainer, model, placement))
     if role == "policy" and isinstance(model, TransformerConfig) and model.experts is not None:
         options |= {"routers": (), "loads": False}
     return ForwardPass(forward, place, microbatching, options, kernels=kernels)
@@ -517,8 +518,9 @@ def assemble_update(
     """
     trainer, mesh = config.trainer, placement.mesh
     new: Callable[..., Any] = new_critic_state
+    numbers: dict[str, Any] = {}
     if role == "policy":
-        new = functools.partial(new_state, algorithm_state=algorithm_state)
+        new, numbers = new_state, {"algorithm_state": algorithm_state}
     options: dict[str, Any] = {}
     if role == "policy":
         if distills(trainer.algorithm):
@@ -534,7 +536,7 @@ def assemble_update(
         objective = value_objective(trainer.algorithm.value_clip)
     optimizer, schedule = assemble_optimizer(trainer, total_steps, role)
     shardings = model_shardings(trained, placement)
-    state = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new)
+    state = abstract_state(optimizer, trained, shardings, replicated(mesh), new=new, **numbers)
     state_shardings = jax.tree.map(lambda x: x.sharding, state)
     updater = Updater(
         forward_pass,

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl.data.microbatches import Microbatching, microbatches
 from jaxrl.models.kernels.choice import Choice
 from jaxrl.models.lora import with_token_keys
 from jaxrl.parallel import fetch
+from jaxrl.parallel.jit_once import jit_once
 from jaxrl.types import Array, TrainBatch
 
 Forward = Callable[..., tuple[Array, ...]]  # (params, rows) -> log_probs, entropy [B, T]
@@ -21,7 +21,7 @@ class ForwardPass:
 
     Args:
         forward: `(params, ModelRows, **options) -> (log_probs, entropy)`, or a critic's to
-            `(values,)`.
+            `(values,)`; equal ones are one program, see `jit_once`.
         place: puts a tree of row arrays on the devices.
         microbatching: how batches are cut.
         options: of `forward`, static, with their values here.
@@ -36,7 +36,7 @@ class ForwardPass:
         options: Mapping[str, Any] = MappingProxyType({"with_entropy": False}),
         kernels: Sequence[Choice] = (),
     ) -> None:
-        self.forward = jax.jit(forward, static_argnames=tuple(options))
+        self.forward = jit_once(forward, static_argnames=tuple(options))
         self.options = dict(options)
         self.place, self.microbatching = place, microbatching
         self.kernels = tuple(kernels)

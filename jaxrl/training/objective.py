@@ -32,6 +32,7 @@ from jaxrl.losses.reduction import reduction_weights
 from jaxrl.losses.top_entropy import top_entropy_mask
 from jaxrl.losses.value import value_loss
 from jaxrl.parallel import fetch
+from jaxrl.parallel.jit_once import Bound, shapes_once
 from jaxrl.registry import PolicyLossRegistry, accepted_keywords
 from jaxrl.registry.bind import OPTIONAL, PolicyLoss, make_policy_loss
 from jaxrl.registry.contracts import loss_and_metrics, raised_by
@@ -49,9 +50,11 @@ MISMATCH = "rollout_train_logprobs_abs_diff"
 OF_FIRST_UPDATE = (MISMATCH, "router_differs")  # of sampler and trainer; later ones are farther
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Objective:
     """Describe what an update minimises, of the outputs [B, T] of a forward pass.
+
+    Equal ones are one program, see `jit_once`.
 
     Attributes:
         loss: (*outputs, batch, weights, key) -> (number, metrics); a sum over tokens, which
@@ -181,25 +184,26 @@ def policy_objective(algorithm: Any, block_rows: int, routers: tuple[str, ...] =
     Raises:
         ValueError: see `make_policy_loss`.
     """
-    policy_loss, name = make_policy_loss(algorithm), algorithm.policy_loss_type
-
-    def sees_whole(minibatch: TrainBatch) -> bool:
-        array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        loss, _ = jax.eval_shape(policy_loss, array, array, minibatch, key)
-        of_whole = PolicyLossRegistry.has_batch_statistics(name) or chooses_tokens(algorithm)
-        return loss.ndim == 0 or of_whole
-
+    policy_loss = make_policy_loss(algorithm)
     return Objective(
-        make_objective(algorithm, policy_loss, routers),
-        functools.partial(minibatch_weights, algorithm=algorithm, block_rows=block_rows),
-        sees_whole,
-        frozenset(accepted_keywords(PolicyLossRegistry.resolve(name), dict.fromkeys(OPTIONAL))),
+        make_objective(policy_loss, routers),
+        Bound(minibatch_weights, algorithm=algorithm, block_rows=block_rows),
+        Bound(_sees_whole, policy_loss),
+        frozenset(accepted_keywords(policy_loss.fn, dict.fromkeys(OPTIONAL))),
     )
 
 
+def _sees_whole(policy_loss: PolicyLoss, minibatch: TrainBatch) -> bool:
+    algorithm = policy_loss.algorithm
+    array = jax.ShapeDtypeStruct(minibatch.tokens.shape, jnp.float32)
+    key = shapes_once(jax.random.key, 0)
+    loss, _ = shapes_once(policy_loss, array, array, minibatch, key)
+    statistics = PolicyLossRegistry.has_batch_statistics(algorithm.policy_loss_type)
+    return loss.ndim == 0 or statistics or chooses_tokens(algorithm)
+
+
 def make_objective(
-    algorithm: Any, policy_loss: PolicyLoss, routers: tuple[str, ...] = ()
+    policy_loss: PolicyLoss, routers: tuple[str, ...] = ()
 ) -> Callable[..., tuple[Array, Metrics]]:
     """Make `(log_probs, entropy, *others, batch, weights, key) -> (objective, metrics)`.
 
@@ -207,69 +211,80 @@ def make_objective(
     one, and the `RouterTerms` named in `routers`.
     """
 
-    def objective(log_probs: FloatBT, entropy: FloatBT, *rest: Any) -> tuple[Array, Metrics]:
-        *others, batch, weights, key = rest
-        mask = batch.loss_mask
-        with jax.named_scope("loss"):
-            # `policy_loss(...)`, written out: from here it is one frame to the formula
-            positional, by_name = policy_loss.arguments(log_probs, entropy, batch, key)
-            with raised_by(policy_loss.label):
-                result = policy_loss.fn(*positional, **by_name)
-            loss, loss_metrics = loss_and_metrics(policy_loss.label, result, log_probs.shape)
-            kept, more = learnt_tokens(algorithm, log_probs, entropy, batch)
-            if kept is not None:
-                loss, loss_metrics = jnp.where(kept, loss, 0), loss_metrics | more
-            policy = _reduced(loss, weights.policy, algorithm)
-            taught = weights.taught is not None
-            total = algorithm.distillation.policy_loss_coef * policy if taught else policy
-            metrics = {
-                "policy_loss": policy,
-                "policy_entropy": masked_sum(entropy, weights.entropy),
-                RATIOS: ratio_sums(
-                    log_probs, batch, algorithm.eps_clip_low, algorithm.eps_clip_high
-                ),
-            }
-            if batch.old_log_probs is None or algorithm.old_log_probs == "rollout":
-                metrics |= mismatch(log_probs, batch, weights)
-            if weights.bonus is not None:
-                total -= masked_sum(entropy, weights.bonus)
-            elif algorithm.use_entropy_loss:
-                total -= algorithm.entropy_loss_coef * metrics["policy_entropy"]
-            if algorithm.use_kl_loss and batch.ref_log_probs is not None:
-                ref, kind = batch.ref_log_probs, algorithm.kl_estimator_type
-                if algorithm.use_unbiased_kl:
-                    kl = unbiased_kl(log_probs, positional[1], ref, mask, kind)
-                else:
-                    kl = approximate_kl(log_probs, ref, mask, kind)
-                as_loss = weights.kl_as_loss
-                metrics["policy_kl"] = masked_sum(kl, weights.kl if as_loss is None else as_loss)
-                total += algorithm.kl_loss_coef * metrics["policy_kl"]
-            if taught:
-                metrics["teacher_divergence"] = masked_sum(others[0], weights.taught)
-                total += algorithm.distillation.coef * metrics["teacher_divergence"]
-            if weights.positive is not None:
-                metrics["positive_nll"] = -masked_sum(log_probs, weights.positive)
-                total += algorithm.positive_nll_coef * metrics["positive_nll"]
-        metrics["final_loss"] = total
-        for name, value in loss_metrics.items():
-            metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
-        return total, jax.lax.stop_gradient(metrics)
+    if routers:
+        return Bound(objective_with_routers, policy_loss, routers)
+    return Bound(objective, policy_loss)
 
-    def with_router(log_probs: FloatBT, entropy: FloatBT, *rest: Any) -> tuple[Array, Metrics]:
-        batch, weights, key = rest[-3:]
-        terms = rest[-3 - len(routers) : -3]
-        total, metrics = objective(log_probs, entropy, *rest)
-        share = weights.kl.sum(axis=1)  # of each trajectory in the mean over them
-        for name, x in zip(routers, terms, strict=True):
-            if name not in ROUTER_LOSSES:
-                metrics[f"router_{name}"] = masked_sum(x, weights.entropy)
-                continue
-            loss = jnp.sum(share * x.sum(axis=1))
-            total += getattr(algorithm, ROUTER_LOSSES[name]) * loss
-            metrics[f"router_{name}_loss"] = loss
-        return total, jax.lax.stop_gradient(metrics | {"final_loss": total})
 
-    return with_router if routers else objective
+def objective(
+    policy_loss: PolicyLoss, log_probs: FloatBT, entropy: FloatBT, *rest: Any
+) -> tuple[Array, Metrics]:
+    algorithm = policy_loss.algorithm
+    *others, batch, weights, key = rest
+    mask = batch.loss_mask
+    with jax.named_scope("loss"):
+        # `policy_loss(...)`, written out: from here it is one frame to the formula
+        positional, by_name = policy_loss.arguments(log_probs, entropy, batch, key)
+        with raised_by(policy_loss.label):
+            result = policy_loss.fn(*positional, **by_name)
+        loss, loss_metrics = loss_and_metrics(policy_loss.label, result, log_probs.shape)
+        kept, more = learnt_tokens(algorithm, log_probs, entropy, batch)
+        if kept is not None:
+            loss, loss_metrics = jnp.where(kept, loss, 0), loss_metrics | more
+        policy = _reduced(loss, weights.policy, algorithm)
+        taught = weights.taught is not None
+        total = algorithm.distillation.policy_loss_coef * policy if taught else policy
+        metrics = {
+            "policy_loss": policy,
+            "policy_entropy": masked_sum(entropy, weights.entropy),
+            RATIOS: ratio_sums(log_probs, batch, algorithm.eps_clip_low, algorithm.eps_clip_high),
+        }
+        if batch.old_log_probs is None or algorithm.old_log_probs == "rollout":
+            metrics |= mismatch(log_probs, batch, weights)
+        if weights.bonus is not None:
+            total -= masked_sum(entropy, weights.bonus)
+        elif algorithm.use_entropy_loss:
+            total -= algorithm.entropy_loss_coef * metrics["policy_entropy"]
+        if algorithm.use_kl_loss and batch.ref_log_probs is not None:
+            ref, kind = batch.ref_log_probs, algorithm.kl_estimator_type
+            if algorithm.use_unbiased_kl:
+                kl = unbiased_kl(log_probs, positional[1], ref, mask, kind)
+            else:
+                kl = approximate_kl(log_probs, ref, mask, kind)
+            as_loss = weights.kl_as_loss
+            metrics["policy_kl"] = masked_sum(kl, weights.kl if as_loss is None else as_loss)
+            total += algorithm.kl_loss_coef * metrics["policy_kl"]
+        if taught:
+            metrics["teacher_divergence"] = masked_sum(others[0], weights.taught)
+            total += algorithm.distillation.coef * metrics["teacher_divergence"]
+        if weights.positive is not None:
+            metrics["positive_nll"] = -masked_sum(log_probs, weights.positive)
+            total += algorithm.positive_nll_coef * metrics["positive_nll"]
+    metrics["final_loss"] = total
+    for name, value in loss_metrics.items():
+        metrics[f"loss_metrics/{name}"] = reduce_metric(name, value, mask, weights.entropy)
+    return total, jax.lax.stop_gradient(metrics)
+
+
+def objective_with_routers(
+    policy_loss: PolicyLoss,
+    routers: tuple[str, ...],
+    log_probs: FloatBT,
+    entropy: FloatBT,
+    *rest: Any,
+) -> tuple[Array, Metrics]:
+    batch, weights, key = rest[-3:]
+    terms = rest[-3 - len(routers) : -3]
+    total, metrics = objective(policy_loss, log_probs, entropy, *rest)
+    share = weights.kl.sum(axis=1)  # of each trajectory in the mean over them
+    for name, x in zip(routers, terms, strict=True):
+        if name not in ROUTER_LOSSES:
+            metrics[f"router_{name}"] = masked_sum(x, weights.entropy)
+            continue
+        loss = jnp.sum(share * x.sum(axis=1))
+        total += getattr(policy_loss.algorithm, ROUTER_LOSSES[name]) * loss
+        metrics[f"router_{name}_loss"] = loss
+    return total, jax.lax.stop_gradient(metrics | {"final_loss": total})
 
 
 def learnt_tokens(
@@ -317,26 +332,27 @@ def value_objective(value_clip: float | None) -> Objective:
         value_clip: see `value_loss`.
     """
 
-    def loss(
-        values: FloatBT, batch: TrainBatch, weights: ValueWeights, key: Array
-    ) -> tuple[Array, Metrics]:
-        del key  # nothing is drawn
-        old_values, returns = batch.values, batch.returns
-        assert old_values is not None
-        assert returns is not None
-        with jax.named_scope("value_loss"):
-            per_token, loss_metrics = value_loss(
-                values, old_values, returns, value_clip, batch.loss_mask
-            )
-            total = masked_sum(per_token, weights.loss)
-        metrics = {
-            "critic_loss": total,
-            "values_mean": masked_sum(values, weights.mean),
-            "values_clipfrac": masked_sum(loss_metrics["clipfrac"], weights.mean),
-        }
-        return total, jax.lax.stop_gradient(metrics)
+    return Objective(Bound(critic_objective, value_clip), _value_weights)
 
-    return Objective(loss, _value_weights)
+
+def critic_objective(
+    value_clip: float | None, values: FloatBT, batch: TrainBatch, weights: ValueWeights, key: Array
+) -> tuple[Array, Metrics]:
+    del key  # nothing is drawn
+    old_values, returns = batch.values, batch.returns
+    assert old_values is not None
+    assert returns is not None
+    with jax.named_scope("value_loss"):
+        per_token, loss_metrics = value_loss(
+            values, old_values, returns, value_clip, batch.loss_mask
+        )
+        total = masked_sum(per_token, weights.loss)
+    metrics = {
+        "critic_loss": total,
+        "values_mean": masked_sum(values, weights.mean),
+        "values_clipfrac": masked_sum(loss_metrics["clipfrac"], weights.mean),
+    }
+    return total, jax.lax.stop_gradient(metrics)
 
 
 @jax.jit

@@ -6,23 +6,27 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxrl.config.model import SCHEDULERS
 from jaxrl.models.transformer import abstract_params
+from jaxrl.parallel.jit_once import Bound, jit_once, shapes_once
 from jaxrl.training.moments import is_rows8, moment_sharding, scale_by_resting_adam
 from jaxrl.types import CriticState, TrainState
 
 State = TypeVar("State", TrainState, CriticState)
 
 
+@functools.cache
 def make_schedule(
     scheduler: str, *, lr: float, num_warmup_steps: int, total_steps: int
 ) -> optax.Schedule:
     """Make the learning rate by optimizer update, under the names of transformers' SchedulerType.
 
     constant ignores the warm-up; the others rise linearly from 0 over `num_warmup_steps`, then
-    constant_with_warmup stays, linear and cosine fall to 0 at `total_steps`.
+    constant_with_warmup stays, linear and cosine fall to 0 at `total_steps`. It is the same for
+    equal arguments: schedules are compared by identity, and jitted updates by their schedules.
 
     Raises:
         ValueError: unknown scheduler.
@@ -42,6 +46,7 @@ def make_schedule(
     return optax.join_schedules([warmup, after[scheduler]], [num_warmup_steps])
 
 
+@functools.cache
 def make_optimizer(
     schedule: optax.Schedule,
     *,
@@ -52,7 +57,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Make the optimizer: clip by global norm, then AdamW.
 
-    Its decay is decoupled, on every parameter.
+    Its decay is decoupled, on every parameter. It is the same for equal arguments, as a schedule.
 
     Loshchilov & Hutter, https://arxiv.org/abs/1711.05101.
 
@@ -114,9 +119,20 @@ def init_state(
         new: whose state.
         numbers: of it.
     """
-    make = functools.partial(new, optimizer, **numbers)
-    placement = _state_shardings(optimizer, jax.eval_shape(make, params), shardings, whole)
-    return jax.jit(make, out_shardings=placement, donate_argnums=0)(params)
+    make = Bound(_made, new, optimizer)
+    numbers = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), numbers)
+    shapes = shapes_once(make, params, numbers)
+    placement = _state_shardings(optimizer, shapes, shardings, whole)
+    return jit_once(make, out_shardings=placement, donate_argnums=0)(params, numbers)
+
+
+def _made(
+    new: Callable[..., State],
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    numbers: dict[str, Any],
+) -> State:
+    return new(optimizer, params, **numbers)
 
 
 def abstract_state(
@@ -126,10 +142,14 @@ def abstract_state(
     whole: Any,
     *,
     new: Callable[..., State] = new_state,
+    **numbers: Any,
 ) -> State:
-    """Return shapes, dtypes and shardings of a model's state; nothing is allocated."""
+    """Return shapes, dtypes and shardings of a model's state; nothing is allocated.
+
+    See `init_state`.
+    """
     params = abstract_params(model)
-    shapes = jax.eval_shape(functools.partial(new, optimizer), params)
+    shapes = shapes_once(Bound(_made, new, optimizer), params, numbers)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
@@ -144,35 +164,42 @@ def make_apply(
 
     A gradient with a NaN or inf changes nothing but `skipped_updates`: parameters, moments and the
     schedule stay where they were. `algorithm_state["lr_scale"]`, where there is one, multiplies the
-    policy's learning rate.
+    policy's learning rate. Equal arguments make equal updates, see `jit_once`.
     """
 
-    def apply(state: State, grads: optax.Updates) -> tuple[State, dict[str, jax.Array]]:
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        kept = state.algorithm_state if isinstance(state, TrainState) else None
-        scale = (kept or {}).get("lr_scale")
-        if scale is not None:  # AdamW's updates, decay included, are proportional to the rate
-            updates = jax.tree.map(lambda x: x * scale.astype(x.dtype), updates)
-        changed = (optax.apply_updates(state.params, updates), opt_state)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), changed, (state.params, state.opt_state)
-        )
-        count = optax.tree_utils.tree_get(state.opt_state, "count", filtering=_is_schedule_count)
-        new_state = state.replace(
-            params=params,
-            opt_state=opt_state,
-            skipped_updates=state.skipped_updates + jnp.where(finite, 0, 1),
-        )
-        lr = jnp.asarray(schedule(count))
-        return new_state, {
-            "grad_norm": grad_norm,
-            f"{role}_lr": lr if scale is None else lr * scale,
-            "skipped_updates": jnp.where(finite, 0, 1),
-        }
+    return Bound(apply, optimizer, schedule, role)
 
-    return apply
+
+def apply(
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    role: str,
+    state: State,
+    grads: optax.Updates,
+) -> tuple[State, dict[str, jax.Array]]:
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    kept = state.algorithm_state if isinstance(state, TrainState) else None
+    scale = (kept or {}).get("lr_scale")
+    if scale is not None:  # AdamW's updates, decay included, are proportional to the rate
+        updates = jax.tree.map(lambda x: x * scale.astype(x.dtype), updates)
+    changed = (optax.apply_updates(state.params, updates), opt_state)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), changed, (state.params, state.opt_state)
+    )
+    count = optax.tree_utils.tree_get(state.opt_state, "count", filtering=_is_schedule_count)
+    new_state = state.replace(
+        params=params,
+        opt_state=opt_state,
+        skipped_updates=state.skipped_updates + jnp.where(finite, 0, 1),
+    )
+    lr = jnp.asarray(schedule(count))
+    return new_state, {
+        "grad_norm": grad_norm,
+        f"{role}_lr": lr if scale is None else lr * scale,
+        "skipped_updates": jnp.where(finite, 0, 1),
+    }
 
 
 def _state_shardings(

@@ -18,7 +18,8 @@ from jaxrl.data.packing import length_bucket, token_level
 from jaxrl.data.selection import soft_overlong_punishment, zero_variance_groups
 from jaxrl.losses.adaptive_entropy import adaptive_entropy_coef, used_entropy_coef
 from jaxrl.losses.kl import adaptive_kl_coef, approximate_kl, penalized_rewards
-from jaxrl.registry import bind_estimator
+from jaxrl.parallel.jit_once import Bound
+from jaxrl.registry.bind import AdvantageFunction, bind_estimator
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 Metrics = dict[str, float]
@@ -186,18 +187,21 @@ def make_estimate(algorithm: AlgorithmConfig) -> Estimate:
 
     See `bind_estimator`.
     """
-    estimate = bind_estimator(algorithm)
+    return Bound(
+        state_advantages_and_returns,
+        bind_estimator(algorithm),
+        algorithm.advantage_batch_normalize,
+    )
 
-    def state_advantages_and_returns(
-        state: Any = None, **arrays: Array
-    ) -> tuple[Any, FloatBT, FloatBT]:
-        state, advantages, returns = estimate(state, **arrays)
-        if algorithm.advantage_batch_normalize:
-            sampled = arrays["loss_mask"] * arrays["response_mask"]
-            advantages = normalize_advantages(advantages, sampled)
-        return state, advantages, returns
 
-    return state_advantages_and_returns
+def state_advantages_and_returns(
+    estimate: AdvantageFunction, normalize: bool, state: Any = None, **arrays: Array
+) -> tuple[Any, FloatBT, FloatBT]:
+    state, advantages, returns = estimate(state, **arrays)
+    if normalize:
+        sampled = arrays["loss_mask"] * arrays["response_mask"]
+        advantages = normalize_advantages(advantages, sampled)
+    return state, advantages, returns
 
 
 def advantages_of(

@@ -22,8 +22,9 @@ from jaxrl.data.packing import group_numbers, minibatches, row_slices
 from jaxrl.data.prefix_trees import UNSHARED
 from jaxrl.models.exact import each
 from jaxrl.models.lora import trained, with_token_keys, with_trained
+from jaxrl.parallel.jit_once import Bound, jit_once
 from jaxrl.parallel.offload import on_device
-from jaxrl.training.forward_pass import ForwardPass
+from jaxrl.training.forward_pass import Forward, ForwardPass
 from jaxrl.training.objective import LOADS, Metrics, Objective
 from jaxrl.types import CriticState, ModelRows, TrainBatch, TrainState
 
@@ -108,6 +109,88 @@ def tied(gradients: Any) -> Any:
     return rest | {"embed": gradients["embed"] + gradients["unembed"].T}
 
 
+@dataclasses.dataclass(frozen=True)
+class Slope:
+    """Know how the gradient of an objective comes about; equal ones are one program.
+
+    Attributes:
+        forward: jitted, `(params, rows, **options)` -> outputs; with what is to be known of experts
+            where the options ask for `loads`.
+        options: of `forward`.
+        objective: what is minimised, of the outputs.
+        full: see `Updater`.
+    """
+
+    forward: Forward
+    options: tuple[tuple[str, Any], ...]
+    objective: Objective
+    full: bool
+
+    def variables(self, params: Any) -> Any:
+        """Return the parameters that get a gradient."""
+        return untied(params) if self.full else trained(params)
+
+    def outputs(
+        self, params: Any, rows: ModelRows
+    ) -> tuple[tuple[Array, ...], Callable[[Any], Any], Metrics]:
+        """Return the outputs, what pulls their cotangents back, and what is known of experts."""
+        options = dict(self.options)
+
+        def forward(variables: Any) -> tuple[tuple[Array, ...], Metrics]:
+            found = self.forward(with_trained(params, variables), rows, **options)
+            return (found[0], {LOADS: found[1]._asdict()}) if options.get("loads") else (found, {})
+
+        return jax.vjp(forward, self.variables(params), has_aux=True)
+
+    def at(self, outputs: int) -> Callable[..., tuple[tuple[Array, ...], Metrics]]:
+        """Return (*outputs, batch, weights, key) -> the objective's gradient by them, metrics."""
+        return jax.grad(self.objective.loss, tuple(range(outputs)), has_aux=True)
+
+
+def zeros(slope: Slope, params: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, slope.variables(params))
+
+
+def _add(x: Any, y: Any) -> Any:
+    return jax.tree.map(jnp.add, x, y)
+
+
+def accumulate(
+    slope: Slope,
+    grads: Any,
+    params: Any,
+    rows: ModelRows,
+    batch: TrainBatch,
+    weights: Any,
+    key: Array,
+) -> tuple[Any, Metrics]:
+    """Return the gradients with those of a microbatch added to them, and its metrics."""
+    outputs, to_params, of_experts = slope.outputs(params, rows)
+    gradient = slope.at(len(outputs))
+    cotangents, metrics = gradient(*outputs, batch, weights, key)
+    if slope.full:  # of each row alone: what is fused may be rounded by the shape of the whole
+
+        def of_row(row: tuple) -> tuple[Array, ...]:
+            found, *others = jax.tree.map(lambda x: x[None], row)
+            return jax.tree.map(lambda x: x[0], gradient(*found, *others, key)[0])
+
+        cotangents = each(of_row, (outputs, batch, weights))
+    return _add(grads, to_params(cotangents)[0]), metrics | of_experts
+
+
+def pull_back(
+    slope: Slope, grads: Any, params: Any, rows: ModelRows, cotangents: Any
+) -> tuple[Any, Metrics]:
+    """Return the gradients with those of a microbatch added, from the cotangents of its outputs."""
+    _, to_params, of_experts = slope.outputs(params, rows)
+    return _add(grads, to_params(cotangents)[0]), of_experts
+
+
+def cotangents_of(slope: Slope, *given: Any) -> tuple[tuple[Array, ...], Metrics]:
+    """Return the objective's gradient and metrics; given are outputs, batch, weights, key."""
+    return slope.at(len(given) - 3)(*given)
+
+
 class Updater:
     """Hold the jitted pieces of an update, compiled once per shape.
 
@@ -141,63 +224,20 @@ class Updater:
         self.objective, self.microbatching, self.offloaded = objective, microbatching, offloaded
         self.forward_pass, self.place = forward_pass, forward_pass.place
         self.options = dict(options)
-        loads = bool(options.get("loads"))
         of_gradients = shardings.params
         if full and "unembed" not in shardings.params:
             spec = PartitionSpec(*shardings.params["embed"].spec[::-1])
             mesh = shardings.params["embed"].mesh
             of_gradients = of_gradients | {"unembed": NamedSharding(mesh, spec)}
-        variables = untied if full else trained
-
-        def forward(params: Any, rows: ModelRows) -> tuple[tuple[Array, ...], Metrics]:
-            """Return the outputs, and what is to be known of experts."""
-            found = forward_pass.forward(params, rows, **options)
-            return (found[0], {LOADS: found[1]._asdict()}) if loads else (found, {})
-
-        def accumulate(
-            grads: Any, params: Any, rows: ModelRows, batch: TrainBatch, weights: Any, key: Array
-        ) -> Any:
-            outputs, to_params, of_experts = jax.vjp(
-                lambda new: forward(with_trained(params, new), rows),
-                variables(params),
-                has_aux=True,
-            )
-            slope = jax.grad(objective.loss, tuple(range(len(outputs))), has_aux=True)
-            cotangents, metrics = slope(*outputs, batch, weights, key)
-            if full:  # of each row alone: what is fused may be rounded by the shape of the whole
-
-                def of_row(row: tuple) -> tuple[Array, ...]:
-                    found, *others = jax.tree.map(lambda x: x[None], row)
-                    return jax.tree.map(lambda x: x[0], slope(*found, *others, key)[0])
-
-                cotangents = each(of_row, (outputs, batch, weights))
-            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), metrics | of_experts
-
-        def pull_back(grads: Any, params: Any, rows: ModelRows, cotangents: Any) -> Any:
-            _, to_params, of_experts = jax.vjp(
-                lambda new: forward(with_trained(params, new), rows),
-                variables(params),
-                has_aux=True,
-            )
-            return jax.tree.map(jnp.add, grads, to_params(cotangents)[0]), of_experts
-
-        self.zeros = jax.jit(
-            lambda params: jax.tree.map(jnp.zeros_like, variables(params)),
-            out_shardings=of_gradients,
-        )
-        self.accumulate = jax.jit(accumulate, donate_argnums=0, out_shardings=(of_gradients, None))
-        self.pull_back = jax.jit(pull_back, donate_argnums=0, out_shardings=(of_gradients, None))
-        self.add = jax.jit(
-            lambda x, y: jax.tree.map(jnp.add, x, y), donate_argnums=0, out_shardings=of_gradients
-        )
-        self.tie = jax.jit(tied, out_shardings=shardings.params)
-
-        def cotangents(*given: Any) -> Any:  # (*outputs, batch, weights, key)
-            every_output = tuple(range(len(given) - 3))
-            return jax.grad(objective.loss, argnums=every_output, has_aux=True)(*given)
-
-        self.cotangents = jax.jit(cotangents)
-        self.apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
+        slope = Slope(forward_pass.forward, tuple(sorted(options.items())), objective, full)
+        sums = {"donate_argnums": 0, "out_shardings": (of_gradients, None)}
+        self.zeros = jit_once(Bound(zeros, slope), out_shardings=of_gradients)
+        self.accumulate = jit_once(Bound(accumulate, slope), **sums)
+        self.pull_back = jit_once(Bound(pull_back, slope), **sums)
+        self.add = jit_once(_add, donate_argnums=0, out_shardings=of_gradients)
+        self.tie = jit_once(tied, out_shardings=shardings.params)
+        self.cotangents = jit_once(Bound(cotangents_of, slope))
+        self.apply = jit_once(apply, donate_argnums=0, out_shardings=(shardings, None))
         self._whole: bool | None = None
         self.shared = np.zeros(0, np.int64)  # tokens of each prefix that a row has from another
 

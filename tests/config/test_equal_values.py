@@ -67,7 +67,7 @@ def kl(algorithm):
     one = np.ones((1, 1), np.float32)
     batch = empty_batch(1, 1).replace(loss_mask=one, ref_log_probs=0 * one - 3, advantages=0 * one)
     weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
-    objective = make_objective(algorithm, make_policy_loss(algorithm))
+    objective = make_objective(make_policy_loss(algorithm))
     log_probs = batch.ref_log_probs + np.log(2)
     return objective(log_probs, 0 * one, batch, weights, KEY)[1]["policy_kl"]
 
@@ -284,6 +284,6 @@ def test_the_objective_of_each_of_the_eight_systems(variant):
         advantages=np.asarray(found),
     )
     weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
-    objective = make_objective(algorithm, make_policy_loss(algorithm))
+    objective = make_objective(make_policy_loss(algorithm))
     total, _ = objective(old + np.log(MOVED), 0 * MASK, batch, weights, KEY)
     np.testing.assert_allclose(total, SYSTEMS[variant.system], rtol=1e-5)

@@ -215,7 +215,7 @@ def worker_total_loss(case: Case, bits: int) -> Outputs:
     algorithm, batch = AlgorithmConfig(**case["config"]), worker_minibatch(case)
     weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
     policy_loss = make_policy_loss(algorithm)
-    grads, metrics = jax.grad(make_objective(algorithm, policy_loss), (0, 1), has_aux=True)(
+    grads, metrics = jax.grad(make_objective(policy_loss), (0, 1), has_aux=True)(
         case.i["log_probs"], case.i["entropy"], batch, weights, jax.random.key(0)
     )
     ours = {"grad_log_probs": grads[0], "grad_entropy": grads[1]}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import AlgorithmConfig, OffPolicyCorrectionConfig
-from jaxrl.config.algorithm import EntropyCtrlConfig
+from jaxrl.config.algorithm import DistillationConfig, EntropyCtrlConfig
 from jaxrl.data.packing import empty_batch
 from jaxrl.losses.reduction import reduction_weights
 from jaxrl.registry import PolicyLossRegistry, bind_estimator
@@ -28,7 +28,7 @@ KEY = jax.random.key(0)
 def value_and_gradients(algorithm, batch, log_probs, entropy):
     """Of the objective as `Updater` composes it, eagerly."""
     weights, correction = minibatch_weights(batch, algorithm, block_rows=1)
-    objective = make_objective(algorithm, make_policy_loss(algorithm))
+    objective = make_objective(make_policy_loss(algorithm))
     gradients, metrics = jax.grad(objective, (0, 1), has_aux=True)(
         log_probs, entropy, batch, weights, KEY
     )
@@ -112,6 +112,33 @@ def test_renormalize_counts_the_tokens_that_are_left(renormalize, count):
     np.testing.assert_allclose(weights.policy, np.array([[0, 1, 1, 0]] * 2) / count, rtol=1e-6)
 
 
+def test_a_correction_multiplies_the_weights_of_the_teachers_term():
+    # min(w, 2) = 2, 1.839, 0.920, 0.460 as above; the teacher has a word on the 4 tokens of row 0
+    algorithm = AlgorithmConfig(
+        loss_reduction="token_mean",
+        off_policy_correction=OffPolicyCorrectionConfig(tis_ratio_type="token"),
+        distillation=DistillationConfig(coef=1.0),
+    )
+    batch = small_batch(taught=np.array([[1] * 4, [0] * 4], np.float32))
+    weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
+    expected = np.array([[2, 1.8394, 0.9197, 0.45985], [0] * 4]) / 4
+    np.testing.assert_allclose(weights.taught, expected, rtol=1e-4)
+
+
+def test_renormalize_leaves_the_kl_that_is_averaged_as_the_loss_is():
+    # 0.5 <= w <= 2 keeps two tokens of each row for the loss; the KL counts all 7
+    algorithm = AlgorithmConfig(
+        loss_reduction="token_mean",
+        kl_loss_reduction="loss",
+        off_policy_correction=OffPolicyCorrectionConfig(
+            token_mask_is_threshold_low=0.5, token_mask_is_threshold_high=2, renormalize=True
+        ),
+    )
+    batch = small_batch()
+    weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
+    np.testing.assert_allclose(weights.kl_as_loss, batch.loss_mask / 7, rtol=1e-6)
+
+
 ADVANTAGES = np.array([[1.0, 1.0, 1.0, 1.0], [-1.0, -1.0, -1.0, 0.0]], np.float32)
 
 
@@ -169,7 +196,7 @@ def test_an_adaptive_coefficient_of_the_entropy_is_that_of_the_step():
         use_kl_loss=False, use_entropy_loss=True, entropy_ctrl=EntropyCtrlConfig("adaptive")
     )
     batch, zeros = small_batch(), jnp.zeros((2, 4))
-    objective = make_objective(algorithm, make_policy_loss(algorithm))
+    objective = make_objective(make_policy_loss(algorithm))
     for known, coef in (({}, 0.01), ({"entropy_coef": 0.5}, 0.5), ({"entropy_coef": 0.0}, 0.0)):
         weights, _ = minibatch_weights(batch, algorithm, block_rows=1, **known)
         slope, _ = jax.grad(objective, 1, has_aux=True)(zeros - 1, zeros, batch, weights, KEY)

@@ -37,6 +37,7 @@ from jaxrl.models.transformer import (
 from jaxrl.parallel import ShardingRules, hosts_of, put
 from jaxrl.parallel.compilation import Call
 from jaxrl.parallel.devices import device_memory
+from jaxrl.parallel.jit_once import Bound, shapes_once
 from jaxrl.parallel.rules import Placement, batch_devices
 from jaxrl.rollout.native import decode as device, kv_cache
 from jaxrl.rollout.weights.groups import (
@@ -128,11 +129,11 @@ def pages_that_fit(
     size = shape_of(platform or device.platform).page
     weights = weight_bytes(config, mesh, dtype, quantization)
     kept = {"keep_routes": keep_routes, "kv_cache_dtype": kv_cache_dtype}
-    empty = functools.partial(_empty, config, device, dtype, **kept)
+    empty = Bound(_empty, config, device, dtype, **kept)
     parts = batch_devices(mesh, RULES)
 
     def of_device(pages: int, states: int) -> int:
-        cache = jax.eval_shape(functools.partial(empty, pages=pages, size=size, states=states))
+        cache = shapes_once(Bound(empty, pages=pages, size=size, states=states))
         return _on_a_device(cache, kv_cache.cache_shardings(cache, Placement(mesh, RULES)))
 
     page_bytes = of_device(parts, 0)  # one in each
@@ -847,7 +848,7 @@ class Compiled(NamedTuple):
         return jax.tree.leaves(params)[0].sharding.device_set != self.whole.device_set
 
 
-@functools.lru_cache(maxsize=8)  # an engine made anew finds what was compiled for the last one
+@functools.lru_cache(maxsize=32)  # an engine made anew finds what was compiled for the last one
 def compiled(
     config: TransformerConfig,
     placement: Placement,
@@ -960,10 +961,8 @@ def _decode_weights(
 ) -> tuple[Params, Params]:
     """Return the shapes of the decode layout, and their shardings."""
     settings = {"shards": shards_of(placement) if fused else None, "quantization": quantization}
-    shapes = jax.eval_shape(
-        functools.partial(device.decode_params, config, dtype=dtype, **settings),
-        abstract_params(config),
-    )
+    to_decode = Bound(device.decode_params, config, dtype=dtype, **settings)
+    shapes = shapes_once(to_decode, abstract_params(config))
     axes = logical_axes(config)
     head = axes.get("unembed", axes["embed"][::-1])
     layers = list(shapes["layers"])

@@ -4,7 +4,6 @@ Simple, correct and slow: n tokens cost n forwards of the whole row. The same ke
 token as `NativeEngine` would with the same model.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.models.transformer import Params, forward, unembed
 from jaxrl.parallel import ShardingRules, batch_sharding, replicated
+from jaxrl.parallel.jit_once import Bound, jit_once
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.rollout.native.sampling import sample, uniforms
 from jaxrl.rollout.protocol import Completion, Request, Sampling
@@ -45,7 +45,7 @@ class RecomputeEngine:
         self.row_multiple = batch_devices(mesh, ShardingRules())
         self.params: Params | None = None
         self.version = -1
-        self._next = jax.jit(functools.partial(next_token, model, dtype))
+        self._next = jit_once(Bound(next_token, model, dtype))
 
     def update_weights(self, params: Params, version: int) -> None:
         """Sample from these parameters from now on; they are copied."""

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl.array_ops import FILTERED, Array, keep_only
 from jaxrl.models.transformer import Params, TransformerConfig, forward, unembed
 from jaxrl.parallel import Placement
+from jaxrl.parallel.jit_once import Bound, jit_once
 from jaxrl.rollout.native.sampling import sample
 from jaxrl.rollout.protocol import Completion, Request, Sampling
 
@@ -172,18 +173,28 @@ def make_score(
     # every process of the job reads them
     everywhere = None if placement is None else NamedSharding(placement.mesh, PartitionSpec())
 
-    @functools.partial(jax.jit, out_shardings=everywhere)
-    def run(params: Params, tokens: jax.Array, size: jax.Array) -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        segments = (positions < size).astype(jnp.int32)
-        hidden = forward(
-            config, params, tokens, positions, segments, dtype=dtype, placement=placement
-        )
-        return jax.nn.log_softmax(unembed(config, params, hidden)[0, :-1])
-
+    run = jit_once(
+        Bound(_log_probs_of_row, config, dtype=dtype, placement=placement),
+        out_shardings=everywhere,
+    )
     # every device holds a row, all alike
     rows = 1 if placement is None else placement.size(placement.rules.batch)
     return functools.partial(_score, run, rows, length)
+
+
+def _log_probs_of_row(
+    config: TransformerConfig,
+    params: Params,
+    tokens: jax.Array,
+    size: jax.Array,
+    *,
+    dtype: Any,
+    placement: Placement | None,
+) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = (positions < size).astype(jnp.int32)
+    hidden = forward(config, params, tokens, positions, segments, dtype=dtype, placement=placement)
+    return jax.nn.log_softmax(unembed(config, params, hidden)[0, :-1])
 
 
 def _score(

@@ -25,6 +25,7 @@ from jaxrl.data.packing import round_up
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.architecture import TransformerConfig, keeps_states
 from jaxrl.models.lora import trained, with_trained
+from jaxrl.parallel.jit_once import Bound
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.programs import Programs, shape_of
 from jaxrl.rollout.protocol import Completion, Request, Sampling
@@ -337,7 +338,7 @@ def _of_samples(
     total = round_up(len(samples), groups)
     width = batch.tokens.shape[1]  # one, so that each program is compiled once
     cut = Microbatching(rows=groups, total=total, groups=groups, widths=(width,))
-    forward = functools.partial(_differentiated, original(forward_pass.forward))
+    forward = Bound(_differentiated, original(forward_pass.forward))
     train = ForwardPass(forward, forward_pass.place, cut, forward_pass.options)
     log_probs = {
         "engine": np.asarray(batch.rollout_log_probs),

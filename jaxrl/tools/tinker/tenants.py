@@ -7,7 +7,6 @@ to what its model has: so no bit of a model depends on who else is there, nor on
 base has no gradient, and a product of a tile fills the device, as a row of training does.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from jaxrl.models.lora import LoraConfig, attach
 from jaxrl.models.placement import model_shardings
 from jaxrl.models.transformer import Params, abstract_params, init_params
 from jaxrl.parallel import Placement, fetch, replicated
+from jaxrl.parallel.jit_once import Bound, jit_once
 from jaxrl.parallel.rules import batch_devices
 from jaxrl.tools.tinker.losses import LOSSES
 from jaxrl.tools.tinker.tiles import Tile
@@ -105,17 +105,16 @@ class Tenants:
         trees = [_zeros(shapes) for _ in range(4)]
         empty = Tenant(*trees, count=np.zeros(slots, np.int32), scale=np.zeros(slots, np.float32))
         self._all = jax.device_put(empty, shardings)
-        self._likeliest = jax.jit(functools.partial(_likeliest, forward, lora), static_argnums=3)
-        program = functools.partial(_compute, forward, lora)
-        self._score = jax.jit(functools.partial(program, learns=False))
-        self._learn = jax.jit(
-            functools.partial(program, learns=True),
+        self._likeliest = jit_once(Bound(_likeliest, forward, lora), static_argnums=3)
+        self._score = jit_once(Bound(_compute, forward, lora, learns=False))
+        self._learn = jit_once(
+            Bound(_compute, forward, lora, learns=True),
             donate_argnums=0,
             out_shardings=(shardings, None, None),
         )
-        self._update = jax.jit(_update, donate_argnums=0, out_shardings=(shardings, None))
-        self._put = jax.jit(_put, donate_argnums=0, out_shardings=shardings)
-        self._take = jax.jit(_take, out_shardings=self._one)
+        self._update = jit_once(_update, donate_argnums=0, out_shardings=(shardings, None))
+        self._put = jit_once(_put, donate_argnums=0, out_shardings=shardings)
+        self._take = jit_once(_take, out_shardings=self._one)
 
     def put(self, slot: int, tenant: Tenant) -> None:
         """Bring a model to a slot; what was there is gone."""
