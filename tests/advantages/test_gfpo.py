@@ -37,6 +37,15 @@ def test_literal_of_unequal_groups(metric, expected, said_by):
     np.testing.assert_array_equal(returns, advantages)
 
 
+def test_of_equally_efficient_samples_the_shorter_is_kept():
+    # scores 2, 2, 1 of lengths 1, 2, 1: 2, 1, 1 per token; the first and the last are kept: mean
+    # 3/2, std 1 / sqrt(2)
+    mask = np.array([[1, 0], [1, 1], [1, 0]], np.float32)
+    rewards = np.array([[2, 0], [2, 0], [1, 0]], np.float32)
+    advantages, _ = gfpo(rewards, mask, np.zeros(3, int), keep=2, metric="token_efficiency")
+    np.testing.assert_allclose(advantages, [[HALF, 0], [0, 0], [-HALF, 0]], rtol=1e-5)
+
+
 def test_without_the_standard_deviation():
     # group 0: 1 - 1/2, 0 - 1/2; group 1: 2 - 3, 4 - 3
     advantages, _ = gfpo(REWARDS, MASK, INDEX, keep=2, valid_mask=VALID, grpo_norm_by_std=False)

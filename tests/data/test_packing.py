@@ -108,6 +108,13 @@ def test_collate_literal():
     assert batch.old_log_probs is batch.ref_log_probs is batch.advantages is None
 
 
+def test_rewards_by_name_are_in_alphabetical_order():
+    # columns "calm", "form", "right"; 0 where a row has none of the name
+    terms = [{"right": 3.0, "calm": -5.0}, {"form": 0.5}]
+    batch = collate(columns(reward_terms=terms), index=[0, 5])
+    np.testing.assert_array_equal(batch.reward_terms, [[-5, 0, 3], [0, 0.5, 0]])
+
+
 def test_the_longest_row_decides_the_width():
     batch = collate(columns(prompt_token_ids=[[4] * 14, [7]]), index=[0, 1])
     assert batch.tokens.shape == (2, 24)  # 14 + 3 = 17 tokens

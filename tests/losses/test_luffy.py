@@ -32,6 +32,13 @@ def test_literal_value_gradient_and_clip_ratio():
     np.testing.assert_array_equal(metrics["clip_ratio"] * MASK, [[0, 0, 0], [1, 0, 0]])
 
 
+def test_a_demonstration_is_never_clipped():
+    # ratio 0.6 / 0.4 = 1.5 in both rows, above 1.2
+    new, old = NEW[[1, 1]], OLD[[1, 1]]
+    _, metrics = luffy(new, old, ADVANTAGES, CONFIG, MASK, demonstrated=GIVEN)
+    np.testing.assert_array_equal(metrics["clip_ratio"] * MASK, [[0, 0, 0], [1, 0, 0]])
+
+
 def test_the_slope_is_highest_where_the_probability_is_gamma():
     log_probs = np.log(np.linspace(0.01, 0.99, 99, dtype=np.float32))[None]
     ones, given = np.ones_like(log_probs), np.array([True])

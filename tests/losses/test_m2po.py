@@ -65,6 +65,18 @@ def test_masked_tokens_do_not_count():
     assert not metrics["clip_ratio"].any()
 
 
+@pytest.mark.parametrize(
+    ("advantages", "mask"), [([[1, 1, 0]], [[1, 1, 1]]), ([[1, 1, 1]], [[1, 1, 0]])]
+)
+def test_a_token_without_advantage_or_masked_does_not_lower_the_mean(advantages, mask):
+    # 0.04, 0.09: mean 0.065, without 0.09: 0.04 <= 0.06; with a third, 0.01 or 0, neither is
+    # dropped: 0.14 / 3 = 0.0467, 0.13 / 3 = 0.0433
+    new = ROLLOUT[:1] + np.array([[0.2, 0.3, 0.1]], np.float32)
+    advantages, mask = np.array(advantages, np.float32), np.array(mask, np.float32)
+    _, metrics = m2po(new, None, advantages, None, mask, ROLLOUT[:1], tau=0.06)
+    np.testing.assert_array_equal(metrics["clip_ratio"], [[0, 1, 0]])
+
+
 def test_what_it_needs():
     with pytest.raises(ValueError, match="'m2po' needs rollout_log_probs, got None"):
         m2po(NEW, NEW, ADVANTAGES, None)

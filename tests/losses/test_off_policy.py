@@ -213,6 +213,18 @@ def test_rejections_of_verls_grid(option, threshold, kept):
         assert metrics[f"{option}_masked_ratio"] == pytest.approx(dropped)
 
 
+def test_rejections_look_at_tokens_that_other_masks_drop():
+    # the token mask drops the 4; log^2 4 / 2 = 0.9609 rejects its row all the same: 3 of 9 tokens
+    _, mask, metrics = correct(
+        token_mask_is_threshold_low=0.1,
+        token_mask_is_threshold_high=3.0,
+        rollout_rs="seq_max_k2",
+        rollout_rs_threshold="0.5",
+    )
+    np.testing.assert_array_equal(mask, MASK * [[1], [1], [0]])
+    np.testing.assert_allclose(metrics["seq_max_k2_masked_ratio"], 1 / 3, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("option", "threshold", "said"),
     [
@@ -244,6 +256,17 @@ def test_normalised_weights_have_mean_one():
         )
         weights, _, _ = off_policy_correction(GRID_OLD, rollout, GRID_MASK, config)
         np.testing.assert_allclose(weights[:, :2], expected, rtol=1e-6)
+
+
+def test_rows_without_tokens_do_not_count_in_the_mean_of_sequence_weights():
+    # row 0 is an outlier, its 0.5 is below 0.6; of the others min(prod w, 3) = 1, 3: mean 2
+    weights, _, _ = correct(
+        outlier_token_is_threshold_low=0.6,
+        tis_ratio_type="sequence",
+        sequence_tis_ratio_clip_high=3.0,
+        rollout_is_batch_normalize=True,
+    )
+    np.testing.assert_allclose(weights[1:], np.array([[0.5], [1.5]]) * np.ones(4), rtol=1e-6)
 
 
 def test_a_preset_is_what_its_fields_are():

@@ -121,6 +121,16 @@ def test_greedy_is_the_argmax_with_the_untempered_log_prob(draw):
     np.testing.assert_allclose(log_probs, np.log(expected), rtol=1e-5, atol=1e-5)
 
 
+def test_a_greedy_row_is_scored_by_the_whole_softmax():
+    # weights 10 and ten times 1: log(10 / 20) = -0.6931472; of the three that top-k leaves it would
+    # be log(10 / 12) = -0.1823216
+    logits = np.zeros((ROWS, VOCAB), np.float32)
+    logits[:, 4] = np.log(10)
+    tokens, log_probs, _ = draw_filtered(logits, U, **settings(temperature=0.0, top_k=3))
+    np.testing.assert_array_equal(tokens, 4)
+    np.testing.assert_allclose(log_probs, -0.6931472, rtol=1e-5)
+
+
 def test_rows_have_settings_of_their_own():
     # greedy, top-k 1 (log-prob 0), unfiltered, temperature 0.5
     options = {

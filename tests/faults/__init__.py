@@ -1,0 +1,1 @@
+"""Plant one-line faults and say which of them no test notices (`python -m tests.faults --help`)."""

@@ -1,0 +1,46 @@
+"""Faults that once lived: each is held by a test since, and by `python -m tests.faults --known`."""
+
+from tests.faults.places import ROOT, Fault
+
+# file of jaxrl/, what stands on one line of it, what would stand there
+KNOWN = (
+    # masked tokens, and those of advantage 0, would count in M2PO's mean
+    ("losses/m2po.py", "log_ratio * advantages > 0", "log_ratio * advantages >= 0"),
+    # rejections would be of what is left, not of all that was sampled
+    ("losses/off_policy.py", "_within(log_ratio, sampled, ", "_within(log_ratio, mask, "),
+    # rows without a token would count in the mean of the weights of sequences
+    ("losses/off_policy.py", "mask.shape else rows)", "mask.shape else jnp.ones_like(rows))"),
+    # the clip ratio would count demonstrations
+    ("losses/luffy.py", 'metrics["clip_ratio"] & ~given', 'metrics["clip_ratio"]'),
+    # of equal samples not the shorter one would be kept
+    ("advantages/gfpo.py", "lexsort((lengths, ", "lexsort(("),
+    # the teacher's term would lose its off-policy weight
+    (
+        "training/objective.py",
+        "as_loss(counted * taught) * correction",
+        "as_loss(counted * taught)",
+    ),
+    # the KL "as the loss" would count only what `renormalize` left
+    ("training/objective.py", "kl_as_loss=as_loss(mask)", "kl_as_loss=as_loss(counted)"),
+    # columns of rewards would stand in the order of the rows, not of their names
+    (
+        "data/packing.py",
+        "sorted({name for row in terms for name in row})",
+        "list(dict.fromkeys(name for row in terms for name in row))",
+    ),
+    # a greedy row would be scored by what the filters leave
+    ("rollout/native/sampling.py", "jnp.where(greedy[:, None], weights, left)", "left"),
+)
+
+
+def known_faults() -> list[Fault]:
+    """Return the faults that once lived, where the code has them now."""
+    return [found(f"jaxrl/{path}", before, after) for path, before, after in KNOWN]
+
+
+def found(path: str, before: str, after: str) -> Fault:
+    """Return the fault of a text that stands on one line of a file."""
+    lines = enumerate((ROOT / path).read_text().splitlines(), start=1)
+    ((number, line),) = [(n, line) for n, line in lines if before in line]
+    begin = len(line[: line.index(before)].encode())
+    return Fault(path, number, begin, begin + len(before.encode()), before, after)
