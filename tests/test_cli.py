@@ -7,6 +7,8 @@ import pytest
 
 from jaxrl import cli
 
+pytestmark = pytest.mark.check
+
 
 @cli.command("how to call it")
 def double(argv):

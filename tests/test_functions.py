@@ -11,6 +11,8 @@ from jaxrl.functions import MOVED, import_call, import_function, present_path
 from jaxrl.records.resume_identity import changed_fields
 from jaxrl.registry import PolicyLossRegistry
 
+pytestmark = pytest.mark.check
+
 
 @pytest.mark.parametrize("old", MOVED)
 def test_the_new_place_is_there_and_the_old_one_is_not(old):

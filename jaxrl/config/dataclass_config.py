@@ -120,10 +120,11 @@ def flatten(config: BaseConfig, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def field_types(cls: type[BaseConfig]) -> dict[str, Any]:
+@functools.cache
+def field_types(cls: type[BaseConfig]) -> Mapping[str, Any]:
     """Return field name -> type, with annotations that are strings resolved."""
     hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in _fields(cls)}
+    return types.MappingProxyType({f.name: hints[f.name] for f in _fields(cls)})
 
 
 @functools.cache

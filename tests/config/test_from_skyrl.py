@@ -12,9 +12,10 @@ from jaxrl.config.field_status import SAME_DEFAULT, status_of
 from jaxrl.config.from_skyrl import from_command, from_script, from_yaml, main
 from jaxrl.config.skyrl.conversion import skyrl_defaults
 from jaxrl.config.skyrl.recipe_file import recipe_text
-from jaxrl.train import BasePPOExp
 from tests.config.test_schema import CHANGED_DEFAULTS, SEED
 from tests.config.test_skyrl_script import SCRIPT
+
+pytestmark = pytest.mark.check
 
 
 @pytest.fixture
@@ -333,6 +334,8 @@ def test_a_recipe_of_the_defaults_is_empty():
 
 @pytest.mark.slow
 def test_a_converted_run_trains(tmp_path):
+    from jaxrl.train import BasePPOExp  # slow to import
+
     root = Path(__file__).parents[2]
     output = tmp_path / "recipe.py"
     words = [

@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl.config.skyrl.script import read_script
 
+pytestmark = pytest.mark.check
 SCRIPT = r"""
 set -euo pipefail
 set -x

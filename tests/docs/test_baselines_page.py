@@ -7,6 +7,7 @@ import pytest
 from benchmarks.baselines import PAGE, numbers, recorded, with_table
 from jaxrl.tools.sweep.summary import table
 
+pytestmark = pytest.mark.check
 TASKS = [x for x in re.findall(r"^<!-- (\w+) -->$", PAGE.read_text(), re.MULTILINE) if x != "end"]
 
 

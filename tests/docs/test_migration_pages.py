@@ -13,6 +13,7 @@ from jaxrl.config.dataclass_config import config_class, field_types
 from jaxrl.config.from_skyrl import main
 from tests.config.test_schema import SEED
 
+pytestmark = pytest.mark.check
 TEXT = PAGE.read_text()
 VERL_AND_TRL = (PAGE.parent / "migrating_from_verl_and_trl.md").read_text()
 

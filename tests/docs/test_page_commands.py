@@ -4,11 +4,13 @@ CONTRIBUTING.md says how to write and mark a block; shorten.py what is cut.
 """
 
 import ast
+import functools
 import importlib
 import re
 import sys
 import tomllib
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,16 @@ from tests.docs.pages import (
 )
 from tests.docs.shorten import CUT, shortened
 
+pytestmark = pytest.mark.check
 PAGES = pages()
-READ = PAGES + [page for page in scripts("configs", "benchmarks", "jaxrl") if blocks(page)]
+_INDENTED = re.compile(rf"^ +{COMMAND.pattern}", re.M)  # only such a script may show a command
+SCRIPTS = [
+    page
+    for page in scripts("configs", "benchmarks", "jaxrl")
+    if _INDENTED.search(page.read_text(encoding="utf-8"))
+]
+BLOCKS = {page: blocks(page) for page in PAGES + SCRIPTS}
+READ = PAGES + [page for page in SCRIPTS if BLOCKS[page]]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 HOLDER = re.compile(
     r"\.\.\.|\$\w+|[A-Z]+\d?|value|(.*/)?(my_\w+|mine)(\.py)?"
@@ -42,10 +52,20 @@ def label(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=label)
-def test_what_is_a_command_says_so(page):
+def test_what_is_a_command_says_so():
     """In a block that is not of commands nothing is one; a mark is known and true."""
-    for block in blocks(page):
+    wrong = []
+    for page in PAGES:
+        try:
+            check_blocks(page)
+        except Exception as error:
+            wrong.append(f"{label(page)}: {error!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def check_blocks(page):
+    """Raise AssertionError where a page shows a command that does not say so."""
+    for block in BLOCKS[page]:
         assert block.language in LANGUAGES, f"{block}: ```{block.language}"
         assert bool(block.shell) == (block.language in ("bash", "console")), f"{block}: no `$ `"
         lines = [] if block.shell or block.language == "python" else block.text.splitlines()
@@ -65,25 +85,51 @@ def test_what_is_a_command_says_so(page):
         assert not marks, f"{page}: {marks} above a block is no mark"
 
 
-@pytest.mark.parametrize("page", READ, ids=label)
-def test_what_commands_name_exists(page, monkeypatch, tmp_path):
+def test_what_commands_name_exists(monkeypatch, tmp_path):
     """Modules, files, flags, extras, targets of make, and every field of the config."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(tmp_path)
-    for block in blocks(page):
-        if block.file:
-            (tmp_path / block.file).write_text(block.text)
-            monkeypatch.delitem(sys.modules, block.file.removesuffix(".py"), raising=False)
-    found = [(str(block), block.shell) for block in blocks(page) if block.shell]
-    found += [(str(b), b.marks["run after"]) for b in blocks(page) if "run after" in b.marks]
+    wrong = []
+    for page in READ:
+        with place_of(page, monkeypatch, tmp_path) as place:
+            for block in BLOCKS[page]:
+                place(block)
+            try:
+                wrong += wrong_commands(page)
+            except Exception as error:
+                wrong.append(f"{label(page)}: {error!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+@contextmanager
+def place_of(page, monkeypatch, tmp_path):
+    """Yield what puts the module that a block is where only this page finds it."""
+    folder = tmp_path / label(page)
+    folder.mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(folder)
+
+        def place(block):
+            if block.file:
+                (folder / block.file).write_text(block.text)
+                patch.delitem(sys.modules, block.file.removesuffix(".py"), raising=False)
+
+        yield place
+
+
+def wrong_commands(page):
+    """The commands of a page that name what is not there, and what that is."""
+    shown = BLOCKS[page]
+    found = [(str(block), block.shell) for block in shown if block.shell]
+    found += [(str(b), b.marks["run after"]) for b in shown if "run after" in b.marks]
     found += [(f"{page}:{line}", text) for line, text in in_prose(page)] if page in PAGES else []
-    variables = {}
+    variables, wrong = {}, []
     for where, text in found:
         for words in commands(text, variables):
             try:
                 check(words)
-            except (AssertionError, ValueError) as error:
-                pytest.fail(f"{where}: {' '.join(words)}\n{error}")
+            except Exception as error:
+                wrong.append(f"{where}: {' '.join(words)}: {error!r}")
+    return wrong
 
 
 def check(words):
@@ -151,13 +197,16 @@ def check_flags(words, source):
         assert not flag.startswith("--") or known, f"no flag {flag}"
 
 
+recipe = functools.cache(cfg.load_config_file)
+
+
 def check_config(flags, supervised):
     """The recipe exists, its fields and values are legal, for one device or a slice."""
     path, overrides = cfg.parse_command_line(flags)
     overrides = {k: v for k, v in overrides.items() if not HOLDER.fullmatch(v)}
     if HOLDER.fullmatch(path):
         path = "configs/sft_addition.py" if supervised else "configs/quickstart.py"
-    config = cfg.apply_overrides(cfg.load_config_file(path), overrides)
+    config = cfg.apply_overrides(recipe(path), overrides)
     errors = []
     for sizes in ((1,), (8,), (64,), (64, 16), (128, 32)):  # devices; processes
         try:
@@ -170,29 +219,38 @@ def check_config(flags, supervised):
     raise errors[0]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=label)
-def test_python_of_pages_is_whole(page, monkeypatch, tmp_path):
+def test_python_of_pages_is_whole(monkeypatch, tmp_path):
     """It compiles, its imports are there, and the fields that it sets exist."""
-    monkeypatch.syspath_prepend(tmp_path)
-    for block in blocks(page):
-        if block.file:  # which the blocks after it may import
-            (tmp_path / block.file).write_text(block.text)
-            monkeypatch.delitem(sys.modules, block.file.removesuffix(".py"), raising=False)
-        if block.language != "python":
+    wrong = []
+    for page in PAGES:
+        if page.suffix != ".md":
             continue
-        tree = ast.parse(block.text, str(block))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                module = importlib.import_module(node.module)
-                missing = [a.name for a in node.names if not hasattr(module, a.name)]
-                assert not missing, f"{block}: {node.module} has no {missing}"
-        if block.sets_fields and block.marks.keys().isdisjoint({"not run", "run by"}):
-            config = cfg.default_config()
-            exec(block.text, {"config": config, "trainer": config.trainer})
+        with place_of(page, monkeypatch, tmp_path) as place:
+            for block in BLOCKS[page]:
+                place(block)  # which the blocks after it may import
+                try:
+                    check_python(block)
+                except Exception as error:
+                    wrong.append(f"{block}: {error!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def check_python(block):
+    """Raise what is wrong in a block of Python."""
+    if block.language != "python":
+        return
+    for node in ast.walk(ast.parse(block.text, str(block))):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            missing = [a.name for a in node.names if not hasattr(module, a.name)]
+            assert not missing, f"{node.module} has no {missing}"
+    if block.sets_fields and block.marks.keys().isdisjoint({"not run", "run by"}):
+        config = cfg.default_config()
+        exec(block.text, {"config": config, "trainer": config.trainer})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.runs for b in blocks(p))], ids=label)
+@pytest.mark.parametrize("page", [p for p in PAGES if any(b.runs for b in BLOCKS[p])], ids=label)
 def test_a_page_runs(page, tmp_path):
     scratch.clone(tmp_path)
     wrong = scratch.play(tmp_path, page)

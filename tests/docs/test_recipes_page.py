@@ -2,6 +2,7 @@ import pytest
 
 from docs.generate.recipes import read_header
 
+pytestmark = pytest.mark.check
 HEADER = '''r"""A title
 on two lines.
 

@@ -12,6 +12,7 @@ from jaxrl.config import TrainConfig
 from jaxrl.losses import LOSSES
 from jaxrl.records.alarms import RULES
 
+pytestmark = pytest.mark.check
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 NAMED = sorted(set(re.findall(r"(?<!`)`([^`\n]+)`(?!`)", PAGE)))
@@ -42,46 +43,65 @@ def is_metric(name):
     return any(re.search(pattern, SOURCE) for pattern in said)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMED if re.fullmatch(rf"({GROUPS})/[\w/]+", n)])
-def test_metrics(name):
-    assert is_metric(name)
+def named(pattern):
+    """What the page names of a kind: at least something."""
+    found = [name for name in NAMED if re.fullmatch(pattern, name)]
+    assert found, pattern
+    return found
 
 
-@pytest.mark.parametrize("name", [n for n in NAMED if re.fullmatch(rf"({PARTS})\.[\w.]+", n)])
-def test_fields(name):
-    assert name in FIELDS
+def test_the_sources_write_every_metric():
+    wrong = [name for name in named(rf"({GROUPS})/[\w/]+") if not is_metric(name)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_field_is_one_of_the_config():
+    wrong = [name for name in named(rf"({PARTS})\.[\w.]+") if name not in FIELDS]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_alarm_is_on_the_page():
     assert set(RULES) <= set(NAMED)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMED if re.fullmatch(r"[a-z]+(_[a-z]+)+", n)])
-def test_words_are_alarms_losses_or_values_of_the_code(name):
+def test_words_are_alarms_losses_or_values_of_the_code():
     known = {*RULES, *LOSSES, *ESTIMATORS, *(f.rpartition(".")[2] for f in FIELDS)}
-    assert name in known or f'"{name}"' in SOURCE
+    unknown = [word for word in named(r"[a-z]+(_[a-z]+)+") if word not in known]
+    wrong = [word for word in unknown if f'"{word}"' not in SOURCE]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "words", [n for n in NAMED if re.fullmatch(r"[a-z][\w ;,]* [\w ;,]*\w", n)]
-)
-def test_messages(words):
+def is_message(words):
     head, _, what = words.rpartition(" ")  # "is of another {what}"
-    assert words in PROSE or f"{head} {{what}}" in PROSE and f'("{what}", ' in PROSE
+    return words in PROSE or f"{head} {{what}}" in PROSE and f'("{what}", ' in PROSE
 
 
-@pytest.mark.parametrize("command", [n for n in NAMED if n.startswith("python -m ")])
-def test_commands(command):
+def test_the_sources_say_every_message():
+    wrong = [words for words in named(r"[a-z][\w ;,]* [\w ;,]*\w") if not is_message(words)]
+    assert not wrong, "\n".join(wrong)
+
+
+def check_command(command):
     module, *words = command.removeprefix("python -m ").split()
     assert importlib.util.find_spec(module)
     source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
     flags = [w.partition("=")[0] for w in words if w.startswith("--")]
-    assert all(flag in source or flag == "--config" for flag in flags)
+    assert [flag for flag in flags if flag not in source and flag != "--config"] == []
     only = [c for w in words if w.startswith("--only=") for c in w[7:].split(",")]
     if only:
         from jaxrl.tools.doctor.examination import chosen
 
         assert chosen(only)  # raises where there is no such check
+
+
+def test_every_command_and_its_flags_are_there():
+    wrong = []
+    for command in named("python -m .*"):
+        try:
+            check_command(command)
+        except Exception as error:
+            wrong.append(f"{command}: {error!r}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_something_of_each_kind_was_found():
