@@ -1,5 +1,6 @@
 """`jaxrl COMMAND`: the list, each command's help, names that are misspelt, what runs them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl import __version__
+from jaxrl import __version__, recipes
 from jaxrl.__main__ import MODULES, listing, main, usage
 from jaxrl.config.recipe import recipe_files
 
@@ -51,49 +52,65 @@ def test_a_misspelt_command_is_one_line(capsys):
     assert capsys.readouterr() == ("", told)
 
 
-@pytest.mark.parametrize("word", MODULES)
-def test_help_fits_a_screen_has_an_example_first_and_comes_at_once(word):
-    """What it is, then how it is called; without what takes seconds to import."""
-    code = (
-        "import sys\nfrom jaxrl.__main__ import main\n"
-        f"try: main([{word!r}, '--help'])\nexcept SystemExit as ended: assert not ended.code\n"
-        f"print(sorted(set('{HEAVY}'.split()) & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+NO_WORK = [
+    (["train"], "Start a run"),
+    (["train", "quikstart"], "error: recipe quikstart: no recipe of this name "),
+    (["train", "quickstart", "--config.trainer.sed=1"], "Did you mean 'trainer.seed'?"),
+    (["sft", "sft_addition", "trainer.seed=1"], "write --config.trainer.seed=1"),
+    (["plan", "--estimate", "quickstart", "--config.trainer.epochs=a"], "expected int"),
+    (["doctor", "--only", "masks", "quickstart", "twice"], "recipe is quickstart already"),
+    (["recipes", "sort"], "quickstart"),
+    (["recipes", "nowhere"], "error: no recipe has nowhere in its name or purpose"),
+]
+ASK = f"""
+import contextlib, io, json, sys
+from jaxrl.__main__ import main
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try: status = main(words)
+        except SystemExit as ended: status = ended.code or 0
+    heavy = sorted(set('{HEAVY}'.split()) & set(sys.modules))
+    print(json.dumps([words, status, out.getvalue(), err.getvalue(), heavy]))
+"""
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """What a process that has imported nothing answers to all words, one after another.
+
+    What one of them imports is there when the next are asked, too.
+    """
+    asked = [[word, "--help"] for word in MODULES] + [words for words, _ in NO_WORK]
+    command = [sys.executable, "-c", ASK, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    *lines, heavy = done.stdout.splitlines()
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    return {tuple(words): answer for words, *answer in answers}
+
+
+@pytest.mark.parametrize("word", MODULES)
+def test_help_fits_a_screen_has_an_example_first_and_comes_at_once(answered, word):
+    """What it is, then how it is called; without what takes seconds to import."""
+    status, out, err, heavy = answered[word, "--help"]
+    assert status == 0, err
+    lines = out.splitlines()
     while not lines[-1]:
         lines.pop()
     assert "\n".join(lines) == usage(MODULES[word])
-    assert heavy == "[]"
+    assert heavy == []
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     assert lines[0].endswith((".", "?")) and lines[1] == ""
     assert lines[2].startswith((f"    python -m {MODULES[word]} ", "    source <(jaxrl completion"))
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["train"], "Start a run"),
-        (["train", "quikstart"], "error: recipe quikstart: no recipe of this name "),
-        (["train", "quickstart", "--config.trainer.sed=1"], "Did you mean 'trainer.seed'?"),
-        (["sft", "sft_addition", "trainer.seed=1"], "write --config.trainer.seed=1"),
-        (["plan", "--estimate", "quickstart", "--config.trainer.epochs=a"], "expected int"),
-        (["doctor", "--only", "masks", "quickstart", "twice"], "recipe is quickstart already"),
-        (["recipes", "sort"], "quickstart"),
-        (["recipes", "nowhere"], "error: no recipe has nowhere in its name or purpose"),
-    ],
-)
-def test_what_needs_no_work_is_said_before_jax_is_imported(words, told):
-    code = (
-        "import sys\nfrom jaxrl.__main__ import main\nstatus = 0\n"
-        f"try: main({words})\nexcept SystemExit as ended: status = ended.code or 0\n"
-        "assert 'jax' not in sys.modules\nsys.exit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
+@pytest.mark.parametrize(("words", "told"), NO_WORK)
+def test_what_needs_no_work_is_said_before_jax_is_imported(answered, words, told):
+    status, out, err, heavy = answered[tuple(words)]
+    said = out + err
     assert told in said and "Traceback" not in said
-    assert done.returncode == (2 if "error: " in said else 0)
+    assert status == (2 if "error: " in said else 0)
+    assert "jax" not in heavy
 
 
 @pytest.mark.slow
@@ -118,24 +135,28 @@ def test_a_command_runs_as_its_module_does(tmp_path):
     assert done.stderr.startswith("error: ") and "nowhere" in done.stderr
 
 
-def test_recipes_are_listed_with_their_purpose(capsys):
-    done = jaxrl("recipes")
-    lines = done.stdout.splitlines()
+def test_recipes_are_listed_with_their_purpose(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert recipes.main([]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
     assert [line.split()[0] for line in lines] == sorted(recipe_files())
     assert max(map(len, lines)) <= 100
-    assert "  A 126k-parameter model learns to sort three digits" in done.stdout
+    assert "  A 126k-parameter model learns to sort three digits" in text
 
 
-def test_files_of_configs_that_are_no_recipes_do_not_spoil_the_list(tmp_path):
+def test_files_of_configs_that_are_no_recipes_do_not_spoil_the_list(tmp_path, capsys, monkeypatch):
     configs = tmp_path / "configs"
     configs.mkdir()
     (configs / "zbroken.py").write_text("def get_config(:\n")
     (configs / "zbinary.py").write_bytes(b"\xff\x00")
     (configs / "ztables.py").write_text("'Tables of the others.'\n")
     (configs / "zalias.py").write_text("'Another name.'\nfrom ztables import get_config\n")
-    done = jaxrl("recipes", "z", cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr
-    shown = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("z")]
+    monkeypatch.chdir(tmp_path)
+    assert recipes.main(["z"]) == 0
+    text, error = capsys.readouterr()
+    assert not error
+    shown = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("z")]
     assert [name for name, _ in shown] == ["zalias", "zbinary", "zbroken"]
     assert shown[0][1] == "Another name."
     assert all(what.startswith("cannot be read: ") for _, what in shown[1:])

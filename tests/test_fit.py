@@ -320,24 +320,6 @@ def test_a_python_without_the_packages_is_named():
     assert "During handling" not in done.stderr
 
 
-def test_the_package_is_light_and_its_modules_are_not_hidden():
-    code = """
-import sys, jaxrl
-assert not {"jax", "numpy", "ml_collections"} & set(sys.modules), sys.modules.keys()
-assert "fit" in dir(jaxrl)
-assert callable(jaxrl.fit) and jaxrl.__version__
-import jaxrl.train
-assert jaxrl.train.train
-try:
-    jaxrl.fitt
-except AttributeError as error:
-    print(error)
-"""
-    argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "module 'jaxrl' has no attribute 'fitt'\n", done.stderr
-
-
 SCRIPT = """
 import sys
 import jaxrl

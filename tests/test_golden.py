@@ -2,6 +2,7 @@
 
 import ast
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,7 @@ import pytest
 
 from jaxrl.config import TrainConfig
 from jaxrl.data.packing import row_slices
-from tests.golden import FOLDER, Case, cases
-from tests.golden.__main__ import main
+from tests.golden import FOLDER, Case, __main__ as checks, cases
 from tests.golden.arrays import Tolerance
 from tests.golden.checker import CHECKS, check_file, difference, load_differences, mismatches
 
@@ -49,7 +49,7 @@ def test_corrections_equal_skyrls_or_are_listed():  # few cases of a config that
 
 @pytest.mark.slow
 def test_every_case_equals_skyrl_or_is_listed():
-    assert main([str(FOLDER)]) == 0
+    assert checks.main([str(FOLDER)]) == 0
 
 
 def test_every_golden_file_has_a_check():
@@ -64,7 +64,8 @@ def test_every_difference_has_a_reason_and_a_test_of_ours(entry):
     assert name in names
 
 
-def test_the_checker_reports_failures_and_unknown_files(tmp_path, capsys):
+def test_the_checker_reports_failures_and_unknown_files(tmp_path, capsys, monkeypatch):
+    """In a thread: a process, as `.ci/run` and the slow test have, imports for seconds."""
     # token_mean of one row with the masks 1 1: weights 1/2, so 1, 3 become 0.5, 1.5 and not 0.5, 2
     case = {
         "id": "token_mean.mb1.s0",
@@ -84,7 +85,8 @@ def test_the_checker_reports_failures_and_unknown_files(tmp_path, capsys):
         tmp_path / "reductions.npz",
         **{f"{case['id']}/{k}": np.array(v, float) for k, v in arrays.items()},
     )
-    assert main([str(tmp_path), "--jobs", "1"]) == 1
+    monkeypatch.setattr(checks, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
+    assert checks.main([str(tmp_path), "--jobs", "1"]) == 1
     printed = capsys.readouterr().out
     assert "something_new                 unknown file, not checked" in printed
     assert "token_mean.mb1.s0  scaled64: 1 of 2 differ, first 1.5, SkyRL 2" in printed

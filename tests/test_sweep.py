@@ -81,14 +81,35 @@ def test_a_copy_of_the_repository_finds_the_same_results(tmp_path, monkeypatch):
     assert names[0] == names[1]
 
 
-def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, capsys):
-    """The score is that of `jaxrl train` with the same seed; one loss fails in its first step."""
-    settings = {"trainer.max_training_steps": 3, "trainer.eval_interval": 3}
+LOSS = """
+def broken(log_probs, old_log_probs, advantages, config, loss_mask=None):
+    '''A user's loss that fails where it is computed, but not where it is looked at.'''
+    if log_probs.shape[0] >= 0:
+        raise ValueError("no such thing")
+    return log_probs, {}
+"""
+
+
+def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    """The score is that of `jaxrl train` with the same seed; one loss fails in its first step.
+
+    What is stopped has a thread in place of its process, and compiles nothing: that loss is first.
+    It is in a file of its own: the process that goes on does not import what the tests do.
+    """
+    (tmp_path / "loss_of_a_sweep.py").write_text(LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {
+        "trainer.max_training_steps": 3,
+        "trainer.eval_interval": 3,
+        "trainer.algorithm.use_kl_loss": False,
+    }
     config = cfg.resolve(small(tmp_path / "own", **settings))
-    variants = parse_variants(config, "regular,tests.test_sweep:broken", None)
-    with pytest.raises(KeyboardInterrupt):
+    variants = parse_variants(config, "loss_of_a_sweep:broken,regular", None)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(concurrent.futures, "ProcessPoolExecutor", _threads)
         sweep(variants, tmp_path / "out", seeds=[1, 2], say=_stop_after_first)
-    kept = {x: x.stat().st_mtime_ns for x in (tmp_path / "out" / "results").iterdir()}
+    results = tmp_path / "out" / "results"
+    kept = {x: x.stat().st_mtime_ns for x in results.iterdir()}
     assert 0 < len(kept) < 4
     said = []
     found = sweep(variants, tmp_path / "out", seeds=[1, 2], say=said.append)
@@ -97,50 +118,55 @@ def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, capsys):
     train(small(tmp_path / "own", **settings, **{"trainer.seed": 1}))
     lines = metric_lines(tmp_path / "own")
     rewards = [x["reward/avg_raw_reward"] for x in lines if "reward/avg_raw_reward" in x]
-    regular, broken = found
+    broken, regular = found
     np.testing.assert_allclose(regular.outcomes[0].rewards, rewards, atol=1e-6)
     assert regular.outcomes[0].score == pytest.approx(rewards[-1], abs=1e-6)
     assert broken.score is None
     assert all("no such thing" in x for x in broken.failures)
     assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
     numbers = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert [x["method"] for x in numbers] == ["regular", "tests.test_sweep:broken"]
+    assert [x["method"] for x in numbers] == ["loss_of_a_sweep:broken", "regular"]
     before = (tmp_path / "out" / "table.md").read_text()
+    kept = {x: x.stat().st_mtime_ns for x in results.iterdir()}
     sweep(variants, tmp_path / "out", seeds=[1, 2], say=said.append)
     assert (tmp_path / "out" / "table.md").read_text() == before
+    assert {x: x.stat().st_mtime_ns for x in results.iterdir()} == kept and len(kept) == 4
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has all cores")
-def test_processes_beside_each_other_have_cores_of_their_own():
-    """Two have them all between them; of more than there are cores, some have all of them."""
-    mine = os.sched_getaffinity(0)
-    context = multiprocessing.get_context("spawn")
-    for processes in (2, len(mine) + 1):
-        numbers = context.SimpleQueue()
-        for number in range(processes):
-            numbers.put(number)
-        taken = []
-        for _ in range(processes):
-            with concurrent.futures.ProcessPoolExecutor(
-                1, context, initializer=take_cores, initargs=(numbers, processes)
-            ) as pool:
-                taken.append(pool.submit(os.sched_getaffinity, 0).result())
-        assert set().union(*taken) == mine
-        if processes <= len(mine):
-            assert sum(map(len, taken)) == len(mine)
-        else:
-            assert taken.count(mine) == 1 + (len(mine) == 1)
+def _threads(count, context, **share):
+    return concurrent.futures.ThreadPoolExecutor(count, **share)
 
 
 def _stop_after_first(_):
     raise KeyboardInterrupt
 
 
-def broken(log_probs, old_log_probs, advantages, config, loss_mask=None):
-    """A user's loss that fails where it is computed, but not where it is looked at."""
-    if isinstance(log_probs, np.ndarray) or log_probs.shape[0] >= 0:
-        raise ValueError("no such thing")
-    return log_probs, {}
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has all cores")
+def test_processes_beside_each_other_have_cores_of_their_own():
+    """Two have them all between them; of more than there are cores, some have all of them.
+
+    One is a process, as in a sweep. The others are threads: these have cores of their own, too, and
+    take their numbers from the same queue.
+    """
+    mine = os.sched_getaffinity(0)
+    context = multiprocessing.get_context("spawn")
+    for processes in (2, len(mine) + 1):
+        numbers = context.SimpleQueue()
+        for number in range(processes):
+            numbers.put(number)
+        share = {"initializer": take_cores, "initargs": (numbers, processes)}
+        pools = [concurrent.futures.ThreadPoolExecutor(1, **share) for _ in range(processes)]
+        if processes == 2:
+            pools[0] = concurrent.futures.ProcessPoolExecutor(1, context, **share)
+        taken = []
+        for pool in pools:
+            with pool:
+                taken.append(pool.submit(os.sched_getaffinity, 0).result())
+        assert os.sched_getaffinity(0) == mine == set().union(*taken)
+        if processes <= len(mine):
+            assert sum(map(len, taken)) == len(mine)
+        else:
+            assert taken.count(mine) == 1 + (len(mine) == 1)
 
 
 @pytest.mark.parametrize(

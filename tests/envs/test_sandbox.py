@@ -512,7 +512,8 @@ def test_a_list_of_limits_that_cannot_be_raised():
         try: resource.setrlimit(kind, (1 << 40, 1 << 40)); print("raised", name)
         except (ValueError, OSError): pass
     """
-    assert (play(code).stdout, play(code).reason) == ("", "ok")
+    result = play(code)
+    assert (result.stdout, result.reason) == ("", "ok")
 
 
 @needs_sandbox
