@@ -12,6 +12,8 @@ else
 VENV := $(PYTHON) -m venv
 INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check
 endif
+# A process that compiles all that it imports takes 5 s of CPU more to start: some machines forbid Python to keep it.
+unexport PYTHONDONTWRITEBYTECODE
 # Files are spread over processes: most of the time of most tests is compiling, on one core.
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 # The extra with the JAX of the chips that are here.
@@ -23,7 +25,8 @@ NEWEST = $(shell for python in python3.13 python3.12 \
 	$$(ls -d "$$HOME"/.pyenv/versions/3.1[23].*/bin/python 2>/dev/null | sort -rV); do \
 	"$$python" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 
-.PHONY: quickstart prove test test-all test-newest newest-jax test-tpu-compiler lint docs clean
+.PHONY: quickstart prove check test test-all test-faults test-newest newest-jax test-tpu-compiler \
+	lint docs clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "jaxrl needs Python 3.11 or newer, this is " + sys.version; sys.exit(0)'
@@ -46,6 +49,12 @@ prove: $(STAMP)  ## does jaxrl work on this machine, and how fast? one page (doc
 	$(if $(CHIPS),$(INSTALL) --editable '.$(CHIPS)')
 	$(BIN)/python -m jaxrl.prove --quick
 
+check: $(STAMP)-dev  ## what fails most often, in under two minutes: before every commit
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+	$(BIN)/python -m pytest $(WORKERS) -m 'check and not slow' \
+		$$(grep -rl 'pytestmark = pytest.mark.check' tests --include='test_*.py')
+
 test: $(STAMP)-dev  ## everything that is not marked slow
 	$(BIN)/python -m pytest $(WORKERS) $(TESTS)
 
@@ -65,6 +74,12 @@ test-tpu-compiler: $(STAMP)-dev  ## what the TPU compiler makes of the programs;
 
 test-all: $(STAMP)-dev $(STAMP)-docs  ## slow tests too
 	$(BIN)/python -m pytest $(WORKERS) -m '' $(TESTS)
+
+# Half an hour or more: by hand, and before a release.
+test-faults: $(STAMP)-dev  ## plant faults of one line in what is trained, say which no test notices
+	$(BIN)/python -m tests.faults --known
+	$(BIN)/python -m tests.faults --count=40 --seed=$(or $(SEED),0) \
+		--rooms losses advantages training/objective.py data/packing.py
 
 lint: $(STAMP)-dev  ## what pre-commit and CI check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files

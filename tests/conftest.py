@@ -1,23 +1,36 @@
 """Tests run on the CPU with eight host devices: every mesh of up to eight devices is real."""
 
+import contextlib
+import ctypes
+import functools
 import gc
 import os
+import re
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from tests import quick_compile
+from tests.seconds import Seconds, recorded
 
+# What a test starts would compile all that it imports anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + f" --xla_force_host_platform_device_count=8 {quick_compile.FLAGS}"
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# One cache for all processes of a run: many tests build the same trainer again.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+# One cache for all processes of a run: many tests build the same trainer again. CI keeps one from
+# run to run (`.ci/run`), where programs lie under hashes of their text, of jaxlib and its flags.
+if kept := os.environ.get("JAXRL_TEST_CACHE"):
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = kept
+elif "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
@@ -33,9 +46,47 @@ from jaxrl import activity  # noqa: E402
 assert jax.device_count() == 8
 
 
+def pytest_addoption(parser):
+    """Let a run be written down."""
+    parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.txt")
+
+
+def pytest_configure(config):
+    """Add up the seconds of each file, where the tests are reported."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Seconds(config.getoption("--write-seconds")))
+
+
+@functools.cache
+def scope_of(file):
+    """What one process runs: a file, or all files that share what takes long to make.
+
+    Those are the Ray cluster, the programs of the training service, and those of whole runs.
+    """
+    for folder in ("tests/cluster/", "tests/tools/tinker/"):
+        if file.startswith(folder):
+            return folder
+    text = Path(file).read_text() if Path(file).is_file() else ""
+    whole_runs = re.search(r"tests\.test_train import .*\bsmall\b", text)
+    return "tests/test_train.py" if whole_runs else file
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
-    """Mark slow what `some` leaves out: all cases of a function but so many, spread evenly."""
+    """Bring tests into their order, and mark slow what `some` leaves out.
+
+    First what `make check` runs, then the longest files. Of the cases of a function that has `some`
+    all but so many are slow, spread evenly.
+    """
+    seconds = Counter()
+    for file, spent in recorded().items():
+        seconds[scope_of(file)] += spent
+
+    def order(item):
+        scope = scope_of(item.nodeid.partition("::")[0])
+        return item.get_closest_marker("check") is None, -seconds[scope], scope
+
+    items.sort(key=order)
     functions = {}
     for item in items:
         if item.get_closest_marker("some") and not item.get_closest_marker("slow"):
@@ -50,12 +101,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give a file to one process, and all that share the Ray cluster to the same."""
+    """Give what one process runs to one, in the order of the items."""
+    config.option.loadscopereorder = False
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "tests/cluster" if file.startswith("tests/cluster/") else file
+            return scope_of(nodeid.partition("::")[0])
 
     return Scheduling(config, log)
 
@@ -79,25 +130,42 @@ def _everything_is_printed():
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_programs():
-    """Forget compiled programs once there are many.
+    """Forget compiled programs once there are many: other files may want the same ones.
 
     Each holds memory maps, of which Linux gives a process 65,530; when they are used up, the next
     compilation is a segmentation fault. And each holds memory.
     """
     yield
-    maps, sizes = Path("/proc/self/maps"), Path("/proc/self/statm")
-    if not maps.exists():
+    if not Path("/proc/self/maps").exists():
         return
-    resident = int(sizes.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if len(maps.read_text().splitlines()) > 20_000 or resident > 3 * 2**30:
+    if _memory_maps() > 40_000 or _resident() > 3 * 2**30:
+        _give_back()
+    if _memory_maps() > 40_000 or _resident() > 3 * 2**30:
         jax.clear_caches()
         gc.collect()
+        _give_back()
+
+
+def _memory_maps():
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def _resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _give_back():
+    """Give memory back that was freed: glibc keeps it, which looks as if it were still needed."""
+    with contextlib.suppress(AttributeError):  # another library of C
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="module")
 def as_users_compile():
     """Compile as users do: the tests leave most optimisations out, and are quicker for it."""
     before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()  # a program that is there is taken however it was compiled
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +21,6 @@ from jaxrl.tools.tinker import states
 from jaxrl.tools.tinker.build import make_server
 from tests.tools.tinker.serving import CHANGES, KEY, client, config, datum, serving, trainer
 
-CLIENTS, STEPS = 4, 6
 PROMPT = types.ModelInput.from_ints([3, 1, 4])
 
 
@@ -55,12 +55,14 @@ class Process:
         self.running.wait()
 
 
-def train(url, number, pause=0.0):
-    """What one client does and is told, and the path of the last checkpoint."""
+def train(url, number, steps, pause=0.0, acknowledged=None):
+    """What one client does and is told, and the path of the last checkpoint.
+
+    `acknowledged` is set after the first step."""
     told, rng = [], np.random.default_rng(number)
     with client(url, f"{KEY}{number}") as service:
         model = trainer(service, seed=number)
-        for step in range(STEPS):
+        for step in range(steps):
             tokens = rng.integers(0, 40, (3, 12)).tolist()
             data = [datum(row, weights=[1.0] * 11) for row in tokens]
             halves = [
@@ -74,6 +76,8 @@ def train(url, number, pause=0.0):
                 params = types.SamplingParams(max_tokens=5, seed=step)
                 drawn = sampler.sample(prompt=PROMPT, num_samples=2, sampling_params=params)
                 told += [(s.tokens, s.logprobs) for s in drawn.result().sequences]
+            if acknowledged is not None:
+                acknowledged.set()
             time.sleep(pause)
         return told, model.save_state("end").result().path
 
@@ -133,24 +137,32 @@ def test_what_does_not_fit_or_cannot_be_is_refused(tmp_path):
         make_server(config(tmp_path, trainer__exact="full"))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    root = tmp_path_factory.mktemp("undisturbed")
-    with serving(root) as server, ThreadPoolExecutor(CLIENTS) as pool:
-        told, paths = zip(*pool.map(lambda n: train(server.url, n), range(CLIENTS)), strict=True)
+def undisturbed(root, clients, steps):
+    """What clients are told by a service that nobody kills, and the checkpoints they write."""
+    with serving(root) as server, ThreadPoolExecutor(clients) as pool:
+        told, paths = zip(
+            *pool.map(lambda n: train(server.url, n, steps), range(clients)), strict=True
+        )
         return told, ends(root, paths)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_what_was_acknowledged_survives_the_server(tmp_path, undisturbed, kills):
+@pytest.mark.parametrize(
+    ("kills", "number", "steps", "pause"),
+    [(1, 2, 3, 1.0), pytest.param(20, 4, 6, 3.0, marks=pytest.mark.slow)],
+)
+def test_what_was_acknowledged_survives_the_server(tmp_path, kills, number, steps, pause):
+    expected = undisturbed(tmp_path / "undisturbed", number, steps)
     draw, server = random.Random(kills), Process(tmp_path)
     server.start()
     try:
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            pause = 0.5 if kills < 5 else 3.0
-            clients = [pool.submit(train, server.url, n, pause) for n in range(CLIENTS)]
+        with ThreadPoolExecutor(number) as pool:
+            first = threading.Event()
+            clients = [
+                pool.submit(train, server.url, n, steps, pause, first) for n in range(number)
+            ]
+            assert first.wait(300)
             for _ in range(kills):
-                time.sleep(draw.uniform(0.2, 3.0))
+                time.sleep(draw.uniform(0.2, pause))
                 if all(one.done() for one in clients):
                     break
                 server.kill()
@@ -158,8 +170,8 @@ def test_what_was_acknowledged_survives_the_server(tmp_path, undisturbed, kills)
             told, paths = zip(*(one.result(timeout=500) for one in clients), strict=True)
     finally:
         server.kill()
-    assert told == undisturbed[0]
-    for found, expected in zip(ends(tmp_path, paths), undisturbed[1], strict=True):
-        assert found.keys() == expected.keys()
+    assert told == expected[0]
+    for found, alone in zip(ends(tmp_path, paths), expected[1], strict=True):
+        assert found.keys() == alone.keys()
         for part in found:
-            np.testing.assert_equal(found[part], expected[part])
+            np.testing.assert_equal(found[part], alone[part])

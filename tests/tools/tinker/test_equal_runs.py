@@ -109,6 +109,7 @@ def compare(found, expected, adapters, trained):
     assert all(np.abs(pair["b"]).max() > 1e-3 for pair in adapters.values())
 
 
+@pytest.mark.slow  # with the loss of test_tenants.py's formula; the updates are those below
 def test_supervised(tmp_path, updates):
     changes = {
         "data.train_data": ["jaxrl.envs.toys.addition:prompts(size=160, split='train')"],

@@ -66,19 +66,28 @@ def tiles_of(data, loss="cross_entropy", slot=0, **settings):
 def straight(loss, data, one, **settings):
     """The loss of each datum in a row of its own, by its formula, and its gradient."""
 
-    def of_adapters(adapters):
+    @jax.jit  # of one shape: rows are padded
+    @jax.value_and_grad
+    def of_adapters(adapters, rows, inputs):
         scaled = {n: {"a": w["a"], "b": w["b"] * one.scale} for n, w in adapters.items()}
-        params, total = attach(LORA, random_params(LLAMA), scaled), 0.0
-        for d in data:
-            tokens = np.append(d.tokens, 0)[None]
-            positions, targets = np.arange(tokens.size)[None], np.append(d.targets, 0)[None]
-            wanted = positions < len(d.tokens)
-            rows = ModelRows(tokens, positions, np.ones_like(tokens), targets, wanted)
-            x = FORWARD(params, rows, with_entropy=False)[0][0, 1:]
-            total += of_tokens(loss, x, d.inputs, **settings).sum()
-        return total
+        params = attach(LORA, random_params(LLAMA), scaled)
+        x = FORWARD(params, rows, with_entropy=False)[0][0, 1:]
+        return jnp.where(rows.wanted[0, :-1], of_tokens(loss, x, inputs, **settings), 0).sum()
 
-    return jax.value_and_grad(of_adapters)(one.adapters)
+    def padded(x, width):
+        return np.append(x, np.zeros(width - len(x), x.dtype))
+
+    found = []
+    for d in data:
+        tokens, targets = (padded(x, 41)[None] for x in (d.tokens, d.targets))
+        positions = np.arange(41)[None]
+        wanted = positions < len(d.tokens)
+        segments = (positions <= len(d.tokens)).astype(np.int32)
+        rows = ModelRows(tokens, positions, segments, targets, wanted)
+        found.append(
+            of_adapters(one.adapters, rows, {n: padded(x, 40) for n, x in d.inputs.items()})
+        )
+    return jax.tree.map(lambda *x: sum(x), *found)
 
 
 def of_tokens(loss, x, inputs, low=0.8, high=1.2, beta=0.05):
