@@ -42,6 +42,10 @@ import jax  # noqa: E402
 
 from jaxrl import activity  # noqa: E402
 
+# Tracing makes objects that stay: looking for rubbish among them as often as Python does by itself
+# takes a quarter of its time.
+gc.set_threshold(100_000, 20, 50)
+
 # Now: whoever asks first for the devices decides how many there are, and some tests set XLA_FLAGS.
 assert jax.device_count() == 8
 

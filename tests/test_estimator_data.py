@@ -26,7 +26,7 @@ RUNS = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow  # what is restored: tests/test_resume.py; these columns: test_reward_terms.py
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_resumed_to_the_bit(tmp_path, name):
     settings = {**RUNS[name], "trainer.algorithm.advantage_estimator": name}

@@ -102,7 +102,7 @@ def synchronous(tmp_path_factory):
     return folder, run.run(), run.watcher
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("schedule", ["lockstep", "free"])
 def test_staleness_0_is_the_synchronous_trainer(synchronous, tmp_path, schedule):
     folder, whole, _ = synchronous

@@ -125,6 +125,7 @@ def test_rollout_file(tmp_path, capsys):
     assert report["savez_compressed"]["bytes"] < report["savez"]["bytes"]
 
 
+@pytest.mark.slow  # what it times: tests/tools/tinker
 def test_tinker(tmp_path, capsys):
     output = tmp_path / "result.json"
     flags = ["--shape=smoke", "--rounds=1", "--tokens=2", "--tenants", "1", "2"]
@@ -223,6 +224,7 @@ def test_a_vllm_that_does_not_answer_is_refused():
         rollout_table.main(["--smoke", "--vllm-url=http://127.0.0.1:9"])
 
 
+@pytest.mark.slow  # what it times: tests/rollout/test_engine.py
 def test_rollout_table(tmp_path, capsys):
     ways = "plain", "two engines", "two engines, no lending"
     printed, report = run(rollout_table, tmp_path, capsys, "--no-peer", "--ways", *ways)
@@ -349,6 +351,7 @@ def test_memory(tmp_path, capsys):
     assert row["xla"] > 0  # our head, by the kernel of a CPU
 
 
+@pytest.mark.slow  # what it times: tests/parallel/test_meshes.py
 def test_collectives_of_host_devices(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(collectives, "HOST_DEVICES", (1, 2))
     printed, report = run(collectives, tmp_path, capsys, "--repeats=1")

@@ -188,7 +188,7 @@ def drawn(name):
     return flat(engine.generate([Request(AGAIN, keys, Sampling(max_tokens=3, **OPTIONS[name]))]))
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow  # the same tokens as without guesses, above: so the same distribution
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_distribution_is_exact(name):
     """Of the first token, and of the second behind the one that was guessed for the first: 5."""

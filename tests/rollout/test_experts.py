@@ -60,7 +60,7 @@ def test_log_probs_are_those_of_the_trainer():
         np.testing.assert_allclose(sample.log_probs, log_probs, atol=2e-5)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 2}, {"tensor": 2}, {"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}],

@@ -93,6 +93,7 @@ def test_a_freed_slot_draws_nothing_until_it_is_filled():
     assert result.get_result_at_slot(1).valid.tolist() == [[1] * 4]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("prompt", "known"),
     [([8, 9, 7, 9, 3, 2, 3], 4), (LONG_PROMPT, 70)],

@@ -114,7 +114,7 @@ def test_no_cut_changes_the_gradient(cut):
     assert np.linalg.norm(whole[0] - free[0]) > 1e-2 * np.linalg.norm(free[0])
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow  # experts over a mesh: test_meshes.py; their adapters: test_lora.py
 @pytest.mark.parametrize(
     "sizes", [(("fsdp", 2), ("expert", 4)), (("expert", 2), ("tensor", 2), ("fsdp", 2))], ids=str
 )

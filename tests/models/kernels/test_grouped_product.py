@@ -59,7 +59,7 @@ def value_and_gradients(run, x, w, sizes, weights):
     return out, *grads
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_value_and_gradients_are_those_of_single_products(name, sizes):

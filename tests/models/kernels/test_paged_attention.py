@@ -97,6 +97,7 @@ def run_as_accelerators(monkeypatch, pages=2):
     monkeypatch.setattr(kernels, "in_tiles", functools.partial(kernels.attend, step=pages))
 
 
+@pytest.mark.some(40)
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize(
     ("layout", "way"),

@@ -64,6 +64,7 @@ def value_and_gradient(attend, arrays, *row, **options):
     return out, *pull(jnp.sin(3 * out) + 0.1)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("heads", "kv", "width", "softcap", "window"),
     [

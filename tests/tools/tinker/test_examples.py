@@ -32,12 +32,13 @@ def run(server, name, *arguments):
     return ran.stdout
 
 
+@pytest.mark.slow  # the loop of test_docs.py, and the calls of test_sdk.py
 def test_reinforcement_learning(server):
     said = run(server, "rl", "--steps=2", "--prompts=2", "--samples=4")
     assert re.fullmatch(r"(step \d: reward \d\.\d{3}\n){2}", said)
 
 
-@pytest.mark.slow  # the loop above, and the calls of test_sdk.py
+@pytest.mark.slow  # the calls of test_sdk.py
 def test_fine_tuning_and_then_distillation_of_what_came_out(server):
     said = run(server, "sft", "--steps=5", "--batch=8", "--lr=1e-2")
     losses = [float(x) for x in re.findall(r"step \d: loss (\S+)", said)]
