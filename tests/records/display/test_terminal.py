@@ -69,7 +69,7 @@ def terminal():
                         written.extend(os.read(parent, 65536))
                     except OSError:  # it has ended
                         break
-            return written.decode()
+            return written.decode(errors="ignore")  # the last character may be on its way
 
         return process, parent, until
 
