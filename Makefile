@@ -75,11 +75,13 @@ test-tpu-compiler: $(STAMP)-dev  ## what the TPU compiler makes of the programs;
 test-all: $(STAMP)-dev $(STAMP)-docs  ## slow tests too
 	$(BIN)/python -m pytest $(WORKERS) -m '' $(TESTS)
 
-# Half an hour or more: by hand, and before a release.
+# By hand, and before a release; SEED draws others.
 test-faults: $(STAMP)-dev  ## plant faults of one line in what is trained, say which no test notices
-	$(BIN)/python -m tests.faults --known
-	$(BIN)/python -m tests.faults --count=40 --seed=$(or $(SEED),0) \
-		--rooms losses advantages training/objective.py data/packing.py
+	$(BIN)/python -m tests.faults --known --count=40 --seed=$(or $(SEED),0) \
+		--rooms losses advantages training/objective.py data/packing.py \
+		--tests tests/losses tests/advantages tests/data/test_packing.py tests/test_golden.py \
+		tests/test_invariance.py tests/training/test_objective.py tests/training/test_update.py \
+		tests/config/test_equal_values.py tests/rollout/test_sampling.py tests/rollout/test_reward_terms.py
 
 lint: $(STAMP)-dev  ## what pre-commit and CI check
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files

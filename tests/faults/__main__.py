@@ -1,17 +1,16 @@
 """Plant one-line faults, one at a time, and say which of them no test notices.
 
     python -m tests.faults --count=60 --seed=1                      # over all rooms
-    python -m tests.faults --rooms losses advantages --count=40     # `make test-faults` has more
+    python -m tests.faults --count=9 --rooms losses --tests tests/losses tests/test_golden.py
     python -m tests.faults --known                                  # tests/faults/known.py
 
-First the tests run once on a tree that notes which file of them reaches which fault. Then each
-fault is planted in a copy of the tree and the files that reach it run, quickest first, until one
-fails. A fault that lives is a line whose meaning no test holds; some change nothing that anyone
-could see, and are to be read by a person.
+`make test-faults` has those of what is trained. First the tests run once on a tree that notes
+which file of them reaches which fault. Then each fault is planted in a copy of the tree, and the
+files that reach it run, quickest first, until one fails. A fault that lives is a line whose
+meaning no test holds; some change nothing that anyone could see, and are to be read by a person.
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from tests.faults.known import known_faults
 from tests.faults.places import ROOT, Fault, draw
@@ -56,7 +56,7 @@ def copy_of_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(tree: Path, arguments: Sequence[str], path: str = "") -> subprocess.CompletedProcess:
+def run_tests(tree: Path, arguments: Sequence[str], path: str = "") -> CompletedProcess:
     """Run pytest on a copy of the tree: its own files are imported, whatever is installed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, str(tree))))}
     return subprocess.run(
@@ -74,14 +74,12 @@ def files_that_reach(
 ) -> dict[int, list[str]]:
     """Return by number of a fault the test files that reach its line, the quickest first."""
     tree, notes = copy_of_tree(folder / "reached"), folder / "notes"
-    by_file = defaultdict(list)
+    first_of_line: dict[tuple[str, int], int] = {}  # others of the line are reached with it
     for number, fault in enumerate(faults):
-        by_file[fault.path].append((fault.line, fault.begin, number, fault))
-    for path, places in by_file.items():
-        source = (tree / path).read_text()
-        for *_, number, fault in sorted(places, reverse=True):  # columns to the left stay
-            source = fault.planted(source, f"(_reached({number}) or ({fault.before}))")
-        (tree / path).write_text(source)
+        if first_of_line.setdefault((fault.path, fault.line), number) == number:
+            source = (tree / fault.path).read_text()
+            noting = f"(_reached({number}) or ({fault.before}))"
+            (tree / fault.path).write_text(fault.planted(source, noting))
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(NOTE.format(file=str(notes)))
     run_tests(tree, ["-n", "auto", "--dist", "loadfile", *tests], str(folder / "site"))
@@ -90,7 +88,8 @@ def files_that_reach(
         number, test = line.split()
         if (ROOT / test).is_file():  # else of no test: while they were collected
             found[int(number)].add(test)
-    return {n: sorted(files, key=lambda file: seconds.get(file, 0)) for n, files in found.items()}
+    quickest = {n: sorted(files, key=lambda x: seconds.get(x, 0)) for n, files in found.items()}
+    return {n: quickest.get(first_of_line[x.path, x.line], []) for n, x in enumerate(faults)}
 
 
 def caught_by(fault: Fault, files: Sequence[str]) -> str:
@@ -111,28 +110,24 @@ def main() -> int:
     """Plant the faults that are asked for; the exit status is 0 whatever lives."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--count", type=int, default=0, help="of drawn faults")
     parser.add_argument("--rooms", nargs="*", default=(), help="rooms or files of jaxrl/")
-    parser.add_argument("--known", action="store_true", help="those of known.py, none drawn")
+    parser.add_argument("--known", action="store_true", help="those of known.py, too")
     parser.add_argument("--tests", nargs="*", default=(), help="which; all that are not slow")
-    parser.add_argument("--reach", help="a file: which tests reach which fault, read or written")
     options = parser.parse_args()
-    faults = known_faults() if options.known else draw(options.seed, options.count, options.rooms)
-    kept = Path(options.reach) if options.reach else None
-    if kept and kept.exists():
-        reach = {int(number): files for number, files in json.loads(kept.read_text()).items()}
-    else:
+    faults = [(fault, [test]) for fault, test in (known_faults() if options.known else ())]
+    drawn = draw(options.seed, options.count, options.rooms)
+    if drawn:
         with tempfile.TemporaryDirectory(prefix="jaxrl_faults_") as folder:
-            reach = files_that_reach(faults, options.tests, Path(folder))
-        if kept:
-            kept.write_text(json.dumps(reach))
+            reach = files_that_reach(drawn, options.tests, Path(folder))
+        faults += [(fault, reach[number]) for number, fault in enumerate(drawn)]
     alive = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tried = [pool.submit(caught_by, fault, reach.get(n, [])) for n, fault in enumerate(faults)]
-        for number, (fault, result) in enumerate(zip(faults, tried, strict=True)):
+        tried = [pool.submit(caught_by, fault, files) for fault, files in faults]
+        for number, ((fault, files), result) in enumerate(zip(faults, tried, strict=True)):
             caught = result.result()
             alive += not caught
-            said = caught or f"LIVES; {len(reach.get(number, []))} files reach it"
+            said = caught or f"LIVES; {len(files)} files reach it"
             print(f"{number:3d} {fault}\n    {said}", flush=True)
     print(f"{len(faults) - alive} of {len(faults)} faults are caught, {alive} live")
     return 0

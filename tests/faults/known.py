@@ -2,40 +2,72 @@
 
 from tests.faults.places import ROOT, Fault
 
-# file of jaxrl/, what stands on one line of it, what would stand there
+# file of jaxrl/, what stands on one line of it, what would stand there, the tests that hold it
 KNOWN = (
     # masked tokens, and those of advantage 0, would count in M2PO's mean
-    ("losses/m2po.py", "log_ratio * advantages > 0", "log_ratio * advantages >= 0"),
+    (
+        "losses/m2po.py",
+        "log_ratio * advantages > 0",
+        "log_ratio * advantages >= 0",
+        "losses/test_m2po.py",
+    ),
     # rejections would be of what is left, not of all that was sampled
-    ("losses/off_policy.py", "_within(log_ratio, sampled, ", "_within(log_ratio, mask, "),
+    (
+        "losses/off_policy.py",
+        "_within(log_ratio, sampled, ",
+        "_within(log_ratio, mask, ",
+        "losses/test_off_policy.py",
+    ),
     # rows without a token would count in the mean of the weights of sequences
-    ("losses/off_policy.py", "mask.shape else rows)", "mask.shape else jnp.ones_like(rows))"),
+    (
+        "losses/off_policy.py",
+        "mask.shape else rows)",
+        "mask.shape else jnp.ones_like(rows))",
+        "losses/test_off_policy.py",
+    ),
     # the clip ratio would count demonstrations
-    ("losses/luffy.py", 'metrics["clip_ratio"] & ~given', 'metrics["clip_ratio"]'),
+    (
+        "losses/luffy.py",
+        'metrics["clip_ratio"] & ~given',
+        'metrics["clip_ratio"]',
+        "losses/test_luffy.py",
+    ),
     # of equal samples not the shorter one would be kept
-    ("advantages/gfpo.py", "lexsort((lengths, ", "lexsort(("),
+    ("advantages/gfpo.py", "lexsort((lengths, ", "lexsort((", "advantages/test_gfpo.py"),
     # the teacher's term would lose its off-policy weight
     (
         "training/objective.py",
         "as_loss(counted * taught) * correction",
         "as_loss(counted * taught)",
+        "training/test_objective.py",
     ),
     # the KL "as the loss" would count only what `renormalize` left
-    ("training/objective.py", "kl_as_loss=as_loss(mask)", "kl_as_loss=as_loss(counted)"),
+    (
+        "training/objective.py",
+        "kl_as_loss=as_loss(mask)",
+        "kl_as_loss=as_loss(counted)",
+        "training/test_objective.py",
+    ),
     # columns of rewards would stand in the order of the rows, not of their names
     (
         "data/packing.py",
         "sorted({name for row in terms for name in row})",
         "list(dict.fromkeys(name for row in terms for name in row))",
+        "data/test_packing.py",
     ),
     # a greedy row would be scored by what the filters leave
-    ("rollout/native/sampling.py", "jnp.where(greedy[:, None], weights, left)", "left"),
+    (
+        "rollout/native/sampling.py",
+        "jnp.where(greedy[:, None], weights, left)",
+        "left",
+        "rollout/test_sampling.py",
+    ),
 )
 
 
-def known_faults() -> list[Fault]:
-    """Return the faults that once lived, where the code has them now."""
-    return [found(f"jaxrl/{path}", before, after) for path, before, after in KNOWN]
+def known_faults() -> list[tuple[Fault, str]]:
+    """Return the faults that once lived, where the code has them now, each with its test file."""
+    return [(found(f"jaxrl/{path}", *texts), f"tests/{test}") for path, *texts, test in KNOWN]
 
 
 def found(path: str, before: str, after: str) -> Fault:
