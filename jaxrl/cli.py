@@ -28,7 +28,9 @@ MENDABLE_WITH_EXTRAS = *MENDABLE, ImportError
 class Main(Protocol):
     """Run a command on its arguments, those of this process by default; return the exit status."""
 
-    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """Run the command; return its exit status."""
+        ...
 
 
 class Arguments(argparse.ArgumentParser):

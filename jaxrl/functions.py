@@ -238,6 +238,7 @@ def origin(func: Function) -> str:
 
 
 def qualname(func: Function) -> str:
+    """Return a function's name in its module, with the classes and functions around it."""
     inner = innermost(func)
     return getattr(inner, "__qualname__", type(inner).__qualname__)
 

@@ -278,7 +278,7 @@ def type_name(kind: Any) -> str:
 
 
 def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
-    """Raises ValueError unless the class has the field: with the nearest name, or all of them."""
+    """Raise ValueError unless the class has the field: with the nearest name, or all of them."""
     names = list(field_types(cls))
     if name in names:
         return

@@ -290,7 +290,7 @@ def row_slices(tree: Any, rows: int) -> Iterator[Any]:
 
 
 def group_numbers(index: np.ndarray) -> np.ndarray:
-    """Number the prompt groups of a batch from 0 in the order in which they come.
+    """Give the prompt groups of a batch numbers from 0, in the order in which they come.
 
     Args:
         index: [B] group of each row, any numbers.

@@ -37,7 +37,7 @@ _CHARACTER_TEMPLATE = (
 def load_tokenizer(
     folder_or_id: str | Path, chat_template_file: str | Path | None = None
 ) -> "PreTrainedTokenizerBase":
-    """Loads a Hugging Face tokenizer that has a chat template and an end-of-sequence token.
+    """Load a Hugging Face tokenizer that has a chat template and an end-of-sequence token.
 
     A tokenizer without a pad token gets its end-of-sequence token for padding; jaxrl masks padding
     by position and never by token id.

@@ -82,7 +82,7 @@ class Env:
             self.tool_to_toolgroup.update(group.get_tool_to_group_mapping())
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
-        """Calls a tool and returns what it returns for these arguments."""
+        """Call a tool and return what it returns for these arguments."""
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)

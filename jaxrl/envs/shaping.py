@@ -92,7 +92,7 @@ def tags(action: str, done: bool, *, names: Sequence[str] = ("think", "answer"))
 
 
 def matches(action: str, *, pattern: str) -> float:
-    r"""Returns 1 if the whole turn matches a regular expression, in which `.` is also a line break.
+    r"""Return 1 if the whole turn matches a regular expression, in which `.` is also a line break.
 
     Example: `matches(pattern='.*#### -?[0-9]+')`. A pattern that takes long on some text (as
     `(a+)+b`) holds up the whole run: no time limit ends it.

@@ -18,7 +18,7 @@ class Tagged(NamedTuple):
 
 
 def every_tagged(text: str, tag: str) -> Iterator[Tagged]:
-    """Yields all such tags that do not overlap, from the left; the first closing tag ends each."""
+    """Yield all such tags that do not overlap, from the left; the first closing tag ends each."""
     found = first_tagged(text, tag)
     while found is not None:
         yield found

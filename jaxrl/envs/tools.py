@@ -7,7 +7,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def tool(method: _Method) -> _Method:
-    """Marks a method of a `ToolGroup` as a tool; its name is the tool's."""
+    """Mark a method of a `ToolGroup` as a tool; its name is the tool's."""
     method.is_tool = True  # type: ignore[attr-defined]
     return method
 
@@ -42,11 +42,11 @@ class ToolGroup:
         return list(self._tools)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
-        """Maps the name of each tool to the name of this group."""
+        """Map the name of each tool to the name of this group."""
         return dict.fromkeys(self._tools, self.name)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a tool.
+        """Call a tool.
 
         Raises:
             ValueError: the group has none of that name.

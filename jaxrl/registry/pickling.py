@@ -335,4 +335,5 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def is_jitted(func: Any) -> bool:
-    return type(func).__name__ == "PjitFunction"  # of jax.jit; the registry's actor has no jax
+    """Return whether a function comes from `jax.jit`, also where there is no jax: in an actor."""
+    return type(func).__name__ == "PjitFunction"

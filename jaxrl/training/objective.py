@@ -219,6 +219,7 @@ def make_objective(
 def objective(
     policy_loss: PolicyLoss, log_probs: FloatBT, entropy: FloatBT, *rest: Any
 ) -> tuple[Array, Metrics]:
+    """Return the sum of all terms of a microbatch [] and its metrics, see `make_objective`."""
     algorithm = policy_loss.algorithm
     *others, batch, weights, key = rest
     mask = batch.loss_mask
@@ -273,6 +274,7 @@ def objective_with_routers(
     entropy: FloatBT,
     *rest: Any,
 ) -> tuple[Array, Metrics]:
+    """Return the objective with the losses of routers, and its metrics, see `make_objective`."""
     batch, weights, key = rest[-3:]
     terms = rest[-3 - len(routers) : -3]
     total, metrics = objective(policy_loss, log_probs, entropy, *rest)
@@ -338,6 +340,7 @@ def value_objective(value_clip: float | None) -> Objective:
 def critic_objective(
     value_clip: float | None, values: FloatBT, batch: TrainBatch, weights: ValueWeights, key: Array
 ) -> tuple[Array, Metrics]:
+    """Return the critic's loss of a microbatch [] and its metrics, see `value_objective`."""
     del key  # nothing is drawn
     old_values, returns = batch.values, batch.returns
     assert old_values is not None

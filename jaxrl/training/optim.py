@@ -177,6 +177,7 @@ def apply(
     state: State,
     grads: optax.Updates,
 ) -> tuple[State, dict[str, jax.Array]]:
+    """Return the state after an update, and its metrics, see `make_apply`."""
     grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -197,6 +197,7 @@ def make_estimate(algorithm: AlgorithmConfig) -> Estimate:
 def state_advantages_and_returns(
     estimate: AdvantageFunction, normalize: bool, state: Any = None, **arrays: Array
 ) -> tuple[Any, FloatBT, FloatBT]:
+    """Return the estimator's state, advantages and returns, those normalised if that is asked."""
     state, advantages, returns = estimate(state, **arrays)
     if normalize:
         sampled = arrays["loss_mask"] * arrays["response_mask"]

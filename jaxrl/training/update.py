@@ -148,6 +148,7 @@ class Slope:
 
 
 def zeros(slope: Slope, params: Any) -> Any:
+    """Return gradients of nothing, of what is trained."""
     return jax.tree.map(jnp.zeros_like, slope.variables(params))
 
 

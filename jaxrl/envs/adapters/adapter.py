@@ -38,7 +38,7 @@ class Adapter(Env):
 
 
 def import_library(module: str, package: str, extra: str) -> Any:
-    """Imports and returns a module of a library that only an adapter needs.
+    """Import and return a module of a library that only an adapter needs.
 
     Raises:
         ImportError: it cannot be imported; says how to install it.

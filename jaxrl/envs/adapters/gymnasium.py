@@ -65,7 +65,7 @@ class GymnasiumEnv(Adapter):
         return cls
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Resets the environment and returns the prompt with the first observation."""
+        """Reset the environment and return the prompt with the first observation."""
         observation, info = self.env.reset(seed=self._seed)
         shown = self._observe(self.env, observation)
         *before, last = prompt
@@ -91,7 +91,7 @@ class GymnasiumEnv(Adapter):
         return _answer(shown, reward, done=bool(done), metadata={"action": chosen})
 
     def close(self) -> None:
-        """Closes the environment."""
+        """Close the environment."""
         self.env.close()
 
     def get_metrics(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def prompts(
     observe: str | None = None,
     **make: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows of one environment, each with a seed of its own.
+    """Yield rows of one environment, each with a seed of its own.
 
     Args:
         name: id in gymnasium, for example "FrozenLake-v1".

@@ -53,7 +53,7 @@ class OpenEnvEnv(Adapter):
         return cls
 
     async def ready(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Opens a session; `close` ends it.
+        """Open a session; `close` ends it.
 
         Raises:
             OSError: nobody listens, or what does refuses.
@@ -67,7 +67,7 @@ class OpenEnvEnv(Adapter):
     async def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, prompt: list[Message]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Opens a session and returns the prompt with its first observation."""
+        """Open a session and return the prompt with its first observation."""
         await self._connect()
         result = await self._client.reset(**self._reset)
         return [*prompt, Message(role="user", content=self._shown(result.observation))], {}

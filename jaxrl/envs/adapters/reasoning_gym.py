@@ -136,7 +136,7 @@ def prompts(
     split: str | None = None,
     **family_config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows of one family; all values are strings, numbers and lists, and fit into parquet.
+    """Yield rows of one family; all values are strings, numbers and lists, and fit into parquet.
 
     Args:
         family: name in reasoning-gym, for example "chain_sum". "composite" mixes families:
@@ -170,7 +170,7 @@ def curriculum(
     split: str | None = None,
     **family_config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows of one family that become harder by its own curriculum; see `prompts`.
+    """Yield rows of one family that become harder by its own curriculum; see `prompts`.
 
     Trained on in this order (`data.shuffle=False`, `trainer.epochs=1`) they are a schedule over the
     steps, and a resumed run is where it was. The column `level` is the row's place in `levels`.

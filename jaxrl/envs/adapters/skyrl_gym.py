@@ -49,7 +49,7 @@ class SkyRLGymEnv(Adapter):
         return _adapter_of(made_by)
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
-        """Opens the conversation as skyrl-gym's environment does."""
+        """Open the conversation as skyrl-gym's environment does."""
         return self.env.init(prompt)
 
     def step(self, action: str) -> StepOutput:

@@ -146,7 +146,7 @@ class VerifiersEnv(Adapter):
 def prompts(
     name: str, size: int | None = None, split: str = "train", **env_args: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows of an environment's own data set, in its order.
+    """Yield rows of an environment's own data set, in its order.
 
     Args:
         name: of the environment.
@@ -227,10 +227,10 @@ def _client_class() -> Any:
             return types.Response(id="", created=0, model="policy", message=message)
 
         def setup_client(self, config: Any) -> None:
-            """Does nothing: there is nothing to connect to."""
+            """Do nothing: there is nothing to connect to."""
 
         async def close(self) -> None:
-            """Does nothing: there is nothing to disconnect."""
+            """Do nothing: there is nothing to disconnect."""
 
         async def to_native_tool(self, tool: Any) -> Any:
             return tool

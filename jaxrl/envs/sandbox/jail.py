@@ -89,7 +89,7 @@ def _leave_host() -> None:
 
 
 def _process_1(request: dict, uid: int) -> None:
-    """Does all after the fork: one run after the other, each in an empty folder of its own."""
+    """Do all after the fork: one run after the other, each in an empty folder of its own."""
     _prctl(_PR_SET_DUMPABLE, 0)  # nobody looks into this process
     # Without a handler of its own, the kernel keeps every signal of the code from process 1.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -137,7 +137,7 @@ def _build_root(paths: list[str], home: str, pivot_root: int) -> int:
 
 
 def _bind(path: str, descriptor: int) -> None:
-    """Shows a file, folder or device of the host at the same place; symbolic links are copied."""
+    """Show a file, folder or device of the host at the same place; symbolic links are copied."""
     target = _STAGE + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
@@ -263,7 +263,7 @@ class _Watch:
             pass
 
     def _read(self, descriptors: list[int]) -> bool:
-        """Appends what there is, if anything; what exceeds the limit is thrown away."""
+        """Append what there is, if anything; what exceeds the limit is thrown away."""
         found = False
         for descriptor in descriptors:
             try:
@@ -402,7 +402,7 @@ class _Program(ctypes.Structure):
 
 
 def _filter_calls(lines: list[list[int]]) -> None:
-    """Puts a program of `seccomp.py` between the code and the kernel."""
+    """Put a program of `seccomp.py` between the code and the kernel."""
     filters = (_Filter * len(lines))(*(_Filter(*line) for line in lines))
     program = _Program(len(lines), filters)
     _prctl(_PR_SET_SECCOMP, 2, ctypes.byref(program))

@@ -45,7 +45,7 @@ def is_equal(answer: str, ground_truth: str, seconds: float) -> tuple[bool, str]
 
 @functools.cache
 def require() -> None:
-    """Raises an ImportError where math-verify is not installed, or processes have no alarm."""
+    """Raise an ImportError where math-verify is not installed, or processes have no alarm."""
     if not hasattr(signal, "setitimer"):
         raise ImportError(
             "the environment 'math' needs Linux or macOS, for its time limit; "

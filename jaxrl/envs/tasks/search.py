@@ -76,7 +76,7 @@ class SearchEnv(Env):
         self._metrics = {"correct": 0.0, "answered": 0.0, "searches": 0, "search_errors": 0}
 
     def ready(self) -> None:
-        """Searches once.
+        """Search once.
 
         Raises:
             RequestError: the retriever does not answer.

@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allows reading, and asking for the columns of a table; denies everything else."""
+    """Allow reading, and asking for the columns of a table; deny everything else."""
     if action == sqlite3.SQLITE_PRAGMA and first in _PRAGMAS:
         return sqlite3.SQLITE_OK
     if action == sqlite3.SQLITE_FUNCTION and second == "load_extension":

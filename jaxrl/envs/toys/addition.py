@@ -34,7 +34,7 @@ class AdditionEnv(Env):
 def prompts(
     size: int, seed: int = 0, digits: int = 2, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows with distinct sums in random order.
+    """Yield rows with distinct sums in random order.
 
     They are for `jaxrl.train` and, by `completion`, `jaxrl.sft`.
 

@@ -62,7 +62,7 @@ class CalculatorEnv(Env):
         self._metrics = {"correct": 0.0, "answered": 0.0, "calls": 0, "malformed": 0}
 
     def step(self, action: str) -> StepOutput:
-        """Calculates, or compares the answer."""
+        """Calculate, or compare the answer."""
         self.turns += 1
         called = first_tagged(action, "calc", "answer")
         if called is not None and called.tag == "answer":
@@ -93,7 +93,7 @@ def prompts(
     split: str | None = None,
     in_head: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows with distinct expressions, for `jaxrl.train` and, by `completion`, `jaxrl.sft`.
+    """Yield rows with distinct expressions, for `jaxrl.train` and, by `completion`, `jaxrl.sft`.
 
     The completion is a whole conversation that ends with the right answer: calls from the
     innermost brackets outward, and the results.

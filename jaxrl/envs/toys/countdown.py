@@ -43,7 +43,7 @@ class CountdownEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def step(self, action: str) -> StepOutput:
-        """Evaluates the equation."""
+        """Evaluate the equation."""
         self.turns += 1
         found = evaluate(tagged_answer(action).partition("=")[0])
         allowed = found is not None and sorted(found[1]) == self.numbers
@@ -85,7 +85,7 @@ def _value(node: ast.AST, numbers: list[int]) -> Fraction:
 def prompts(
     size: int, seed: int = 0, count: int = 3, highest: int = 99
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows that can be solved, with a target from 1 to `highest`.
+    """Yield rows that can be solved, with a target from 1 to `highest`.
 
     Args:
         size: number of rows.

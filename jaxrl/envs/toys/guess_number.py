@@ -47,7 +47,7 @@ class GuessNumberEnv(Env):
 
 
 def prompts(size: int, seed: int = 0, highest: int = 9) -> Iterator[dict[str, Any]]:
-    """Yields rows that all ask the same; each has a number of its own from 0 to `highest` in mind.
+    """Yield rows that all ask the same; each has a number of its own from 0 to `highest` in mind.
 
     Args:
         size: number of rows.

@@ -55,7 +55,7 @@ def _hint(answer: str | None) -> str:
 def prompts(
     size: int, seed: int = 0, digits: int = 2, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows with distinct products in random order.
+    """Yield rows with distinct products in random order.
 
     Args:
         size: number of rows.

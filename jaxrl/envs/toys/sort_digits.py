@@ -74,7 +74,7 @@ class SortDigitsEnv(Env):
 def prompts(
     size: int, seed: int = 0, length: int = 4, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows with distinct digit strings in random order.
+    """Yield rows with distinct digit strings in random order.
 
     Args:
         size: number of rows.
@@ -109,7 +109,7 @@ def prompts(
 
 
 def _digit_strings(length: int, seed: int) -> Iterator[str]:
-    """Yields distinct strings: all of them when they are few, otherwise without end."""
+    """Yield distinct strings: all of them when they are few, otherwise without end."""
     rng = np.random.default_rng(seed)
     if length <= _MAX_ENUMERATED_LENGTH:
         for number in rng.permutation(10**length):

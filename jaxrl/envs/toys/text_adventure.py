@@ -153,7 +153,7 @@ def solve(world: World) -> list[str]:
 def prompts(
     size: int, seed: int = 0, rooms: int = 4, split: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows of distinct games; the ground truth of each is its shortest solution.
+    """Yield rows of distinct games; the ground truth of each is its shortest solution.
 
     Args:
         size: number of rows.

@@ -106,11 +106,11 @@ class AbsentEngine:
         """Do nothing: the first process sends the weights."""
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Raises RuntimeError: this process does not sample."""
+        """Raise RuntimeError: this process does not sample."""
         raise RuntimeError("process 0 samples; this one has no engine")
 
     def submit(self, requests: Sequence[Request]) -> Any:
-        """Raises RuntimeError: this process does not sample."""
+        """Raise RuntimeError: this process does not sample."""
         raise RuntimeError("process 0 samples; this one has no engine")
 
     def warm_up(self, requests: Sequence[Request]) -> None:

@@ -318,9 +318,9 @@ class FollowingEngine:
         return f"a part of that of process {self._leader}"
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Raises RuntimeError: this process follows."""
+        """Raise RuntimeError: this process follows."""
         raise RuntimeError(f"process {self._leader} samples; this one follows it")
 
     def submit(self, requests: Sequence[Request]) -> Any:
-        """Raises RuntimeError: this process follows."""
+        """Raise RuntimeError: this process follows."""
         raise RuntimeError(f"process {self._leader} samples; this one follows it")

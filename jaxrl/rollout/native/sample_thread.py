@@ -44,19 +44,23 @@ class SampleThread(ABC):
 
     @abstractmethod
     def update_weights(self, params: Any, version: int) -> None:
-        """Take new weights, see `protocol.Engine`, also for the next four methods."""
+        """Take new weights, see `protocol.Engine`."""
 
     @abstractmethod
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Free the memory of weights and cache, see `protocol.Engine`."""
 
     @abstractmethod
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Undo `sleep`, see `protocol.Engine`."""
 
     @abstractmethod
-    def warm_up(self, requests: Sequence[Request]) -> None: ...
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Compile what such requests need, see `protocol.Engine`."""
 
     @abstractmethod
-    def describe(self) -> str: ...
+    def describe(self) -> str:
+        """Describe the engine in one line, see `protocol.Engine`."""
 
     @abstractmethod
     def check(self, request: Request) -> None:

@@ -105,7 +105,7 @@ class Turn:
     number: int | None = None
 
     def begin(self) -> tuple[int, int] | None:
-        """Number the turn; returns the PRNG key of its sample, None = a random one."""
+        """Give the turn a number; return the PRNG key of its sample, None = a random one."""
         self.number = self.session.take_number()
         key = self.session.key
         return sample_key(*key, self.number) if key and self.number else key

@@ -252,6 +252,7 @@ class ScoredOnce:
         self.microbatching = forward_pass.microbatching
 
     def __call__(self, params: Any, batch: TrainBatch, **options: Any) -> tuple[np.ndarray, ...]:
+        """Return what the forward pass says of a batch; each question is computed once."""
         rows = (np.asarray(x).tobytes() for x in (batch.tokens, batch.loss_mask))
         wanted = *rows, *sorted(options.items())
         if wanted not in self.found:
