@@ -45,6 +45,7 @@ class RunLogger:
         if config is not None:
             replace_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
         self.lines = JsonLines(folder / "metrics.jsonl", finished_steps)
+        self._drawn = False  # all lines are in the picture
         run = RunInfo(folder, finished_steps, project, run_name, plain)
         self.loggers: dict[str, Logger] = {}
         for name in loggers:
@@ -56,6 +57,7 @@ class RunLogger:
         """Record the numbers of one step."""
         numbers = {name: float(value) for name, value in metrics.items()}
         self.lines.log(step, numbers)
+        self._drawn = False
         self._each(lambda logger: logger.log(step, numbers))
 
     def flush(self) -> None:
@@ -66,7 +68,10 @@ class RunLogger:
     def plot(
         self, curves: Sequence[tuple[str, str]] = REWARD_CURVES, ylabel: str = "mean reward"
     ) -> Path:
-        """Draw metrics over steps, (name, label) each, to `curve.png`."""
+        """Draw metrics over steps, (name, label) each, to `curve.png`, unless nothing is new."""
+        path = self.folder / "curve.png"
+        if self._drawn and path.exists():
+            return path
         from matplotlib.figure import Figure  # pyplot has state, and in a notebook a backend
 
         figure = Figure(figsize=(7, 4))
@@ -81,9 +86,9 @@ class RunLogger:
         axes.set(xlabel="step", ylabel=ylabel, title=self.folder.name.replace("$", r"\$"))
         axes.grid(alpha=0.3)
         axes.legend()
-        path = self.folder / "curve.png"
         try:
-            figure.savefig(path, dpi=120, bbox_inches="tight")
+            figure.savefig(path, dpi=120)  # a tight box is drawn twice
+            self._drawn = True
         except Exception as error:  # a picture is no reason to end a run
             activity.warn(f"{path} could not be drawn ({type(error).__name__}: {error})")
         return path

@@ -5,7 +5,6 @@ own are; how far it is from the policy itself is said, and judged by nothing.
 """
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from jaxrl.array_ops import DTYPES
 from jaxrl.data.packing import collate
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.parallel.checksums import checksums
+from jaxrl.parallel.jit_once import jit_once
 from jaxrl.parallel.offload import on_device
 from jaxrl.rollout.conversations.conversation import sample_key, sampling_of
 from jaxrl.rollout.native.engine import NativeEngine
@@ -253,10 +253,10 @@ def _move(examined: ExaminedRun, sampled: Sampled | None, wanted: float) -> floa
 def noisy(params: Any, scale: float, seed: int) -> Any:
     """Return each array with noise of a share of its size, placed as it is."""
     places = jax.tree.map(lambda x: x.sharding, params)
-    return jax.jit(functools.partial(_noisy, seed=seed), out_shardings=places)(params, scale)
+    return jit_once(_noisy, out_shardings=places)(params, scale, seed)
 
 
-def _noisy(params: Any, scale: Any, *, seed: int) -> Any:
+def _noisy(params: Any, scale: Any, seed: Any) -> Any:
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     # adapters begin at 0, scales of norms at 1: neither has a spread of its own
