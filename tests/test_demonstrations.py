@@ -14,17 +14,17 @@ from jaxrl.replay import main as replay
 from jaxrl.train import BasePPOExp, exit_status, train
 from jaxrl.training.rewards import advantages_of, make_estimate
 from jaxrl.types import TrainBatch
-from tests.test_resume import stopped_as_whole
+from tests.test_resume import resumed_as_whole
 from tests.test_train import metric_lines, small
 
 ONE = {"generator.demonstrations": True, "trainer.algorithm.use_kl_loss": False}
 
 
-def demonstrated(folder, loss="luffy", **settings):
+def demonstrated(folder, loss="luffy", length=4, **settings):
     """A small run; the rows of odd numbers have an answer, as a text or as a message."""
     folder.mkdir(exist_ok=True)
     rows = []
-    for number, row in enumerate(prompts(64, seed=0)):
+    for number, row in enumerate(prompts(64, length=length, seed=0)):
         answer = row["reward_spec"]["ground_truth"]
         message = [{"role": "assistant", "content": answer}]
         rows.append({**row, "completion": (None, answer, None, message)[number % 4]})
@@ -39,8 +39,10 @@ def demonstrated(folder, loss="luffy", **settings):
 @pytest.mark.some(1)
 @pytest.mark.parametrize("loss", ["luffy", "chord"])
 def test_the_last_sample_is_the_rows_answer_and_the_run_is_resumed_and_replayed(tmp_path, loss):
-    whole, other = stopped_as_whole(tmp_path, lambda folder: demonstrated(folder, loss))
-    run = cfg.run_folder(demonstrated(whole, loss).trainer)
+    # with 3 tokens of a prompt all rows are of one width
+    given = {"length": 2, "generator.sampling_params.max_generate_length": 5}
+    whole, other = resumed_as_whole(tmp_path, lambda folder: demonstrated(folder, loss, **given))
+    run = cfg.run_folder(other.config.trainer)
     seen = 0
     for step in range(1, 5):
         output, uids = read_rollouts(rollouts_path(run, step))[:2]

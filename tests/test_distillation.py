@@ -15,7 +15,7 @@ from jaxrl.models import hf
 from jaxrl.sft import sft
 from jaxrl.train import BasePPOExp, train
 from tests import test_sft
-from tests.test_resume import stopped_as_whole
+from tests.test_resume import resumed_as_whole
 from tests.test_train import ROOT, metric_lines, small
 
 DISTILL = {
@@ -176,8 +176,9 @@ def test_hindsight_is_resumed_to_the_bit(tmp_path, top_k):
     settings = HINDSIGHT | {
         "trainer.algorithm.distillation.top_k": top_k,
         "data.train_data": [f"{__name__}:told_prompts(size=64, seed=0)"],
+        "generator.sampling_params.max_generate_length": 3,  # with 5 of a prompt: of one width
     }
-    whole, _ = stopped_as_whole(tmp_path, lambda folder: small(folder, **settings))
+    whole, _ = resumed_as_whole(tmp_path, lambda folder: small(folder, **settings))
     found = divergences(whole)
     assert len(found) == 4 and all(np.isfinite(found)) and min(found) > 0
     taught = [x["policy/taught_tokens"] for x in metric_lines(whole) if "policy/taught_tokens" in x]

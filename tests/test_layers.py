@@ -1,6 +1,7 @@
 """`ls jaxrl` is the architecture: which rooms there are, and which way imports point."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -94,13 +95,19 @@ def read(path: Path) -> tuple[set[tuple[str, bool]], list[ast.arg]]:
     return found, arguments
 
 
-READ = {name: read(path) for name, path in PATHS.items()}
-EDGES = {
-    (name, target, top)
-    for name, (imports, _) in READ.items()
-    for target, top in imports
-    if target in PATHS and target != name
-}
+@functools.cache  # 2.7 s, which each process would spend on collecting the tests
+def every_file() -> dict[str, tuple[set[tuple[str, bool]], list[ast.arg]]]:
+    return {name: read(path) for name, path in PATHS.items()}
+
+
+@functools.cache
+def edges() -> set[tuple[str, str, bool]]:
+    return {
+        (name, target, top)
+        for name, (imports, _) in every_file().items()
+        for target, top in imports
+        if target in PATHS and target != name
+    }
 
 
 def room(name: str) -> str:
@@ -113,7 +120,7 @@ def place(name: str) -> str:
 
 def packages(name: str) -> set[str]:
     """The packages that a file imports from."""
-    return {target.split(".")[0] for target, _ in READ[name][0]}
+    return {target.split(".")[0] for target, _ in every_file()[name][0]}
 
 
 def test_every_entry_of_the_package_has_a_layer():
@@ -125,7 +132,7 @@ def test_every_entry_of_the_package_has_a_layer():
 
 def test_imports_point_down():
     upward, wrong = set(), []
-    for name, target, top in sorted(EDGES):
+    for name, target, top in sorted(edges()):
         if "jaxrl" in (name, target) or room(name) == room(target):
             continue
         here, there = LAYERS[room(name)], LAYERS[room(target)]
@@ -139,7 +146,7 @@ def test_imports_point_down():
 
 def test_no_file_imports_itself_by_way_of_others():
     """Kahn's algorithm: files whose imports are all done leave; what stays is on a circle."""
-    waiting = {name: {t for n, t, _ in EDGES if n == name} for name in PATHS}
+    waiting = {name: {t for n, t, _ in edges() if n == name} for name in PATHS}
     while done := {name for name, targets in waiting.items() if not targets & set(waiting)}:
         waiting = {name: targets for name, targets in waiting.items() if name not in done}
     assert not waiting
@@ -148,7 +155,7 @@ def test_no_file_imports_itself_by_way_of_others():
 def test_the_config_is_made_of_names_and_signatures():
     wrong = [
         f"{place(name)} imports {target}"
-        for name, target, top in sorted(EDGES)
+        for name, target, top in sorted(edges())
         if name.startswith("jaxrl.config") and top and room(target) in NOT_FOR_CONFIG
     ]
     assert not wrong, "\n".join(wrong)
@@ -170,7 +177,7 @@ def test_ray_stays_in_cluster():
 def test_nobody_but_callbacks_is_handed_a_trainer():
     """`tools` build one of their own, and pass on its parts. Layer 7 is what makes and runs it."""
     wrong = []
-    for name, (_, arguments) in READ.items():
+    for name, (_, arguments) in every_file().items():
         if name in ("jaxrl", "jaxrl.records.callbacks") or LAYERS[room(name)] == LAYERS["trainer"]:
             continue
         for node in arguments:

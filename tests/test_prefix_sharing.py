@@ -6,11 +6,19 @@ from jaxrl.train import train
 from tests.test_resume import TALKS
 from tests.test_train import assert_bitwise_equal, assert_trained_alike, metric_lines, small
 
+
+def letters(action):
+    """A reward by which the samples of a prompt differ, however short they are."""
+    return sum(map(ord, action)) % 5 / 4
+
+
 SETTINGS = {
     "trainer.policy.mesh.fsdp": 2,
     "trainer.policy.mesh.tensor": 4,
-    "trainer.micro_train_batch_size_per_gpu": 4,
-    "trainer.micro_forward_batch_size_per_gpu": 4,
+    "trainer.micro_train_batch_size_per_gpu": 2,
+    "trainer.micro_forward_batch_size_per_gpu": 2,
+    "generator.sampling_params.max_generate_length": 2,  # with 5 of a prompt: of one width
+    "environment.reward_functions": [f"{__name__}:letters"],
     "trainer.hf_save_interval": -1,
     "trainer.eval_interval": -1,
 }
@@ -43,6 +51,7 @@ def test_shared_prefixes_train_to_the_same_weights_and_resume_to_the_bit(tmp_pat
         computed, avoided = (
             line[f"trainer/prefix_sharing_{name}"] for name in ("computed", "avoided")
         )
+        assert line["reward/avg_raw_reward"] > 0
         assert line["trainer/prefix_sharing"] > 0.1
         assert avoided > 0
         assert computed > 0
@@ -82,6 +91,9 @@ def test_a_kernel_of_trees_that_there_are_not_is_refused(tmp_path):
 @pytest.mark.slow
 def test_turns_in_rows_of_their_own_share_their_history(tmp_path):
     settings = {**TALKS, "generator.step_wise_trajectories": True}
+    settings["environment.reward_functions"] = []
+    for part in ("train", "forward"):
+        settings[f"trainer.micro_{part}_batch_size_per_gpu"] = 4
     flat = run(tmp_path / "flat", **settings, **{"trainer.prefix_sharing": "off"})
     trees = run(tmp_path / "trees", **settings, **{"trainer.prefix_sharing": "on"})
     assert_trained_alike(trees.state, flat.state)

@@ -59,6 +59,23 @@ def stopped_as_whole(tmp_path, config_of):
     return whole, other
 
 
+def resumed_as_whole(tmp_path, config_of):
+    """Do what `stopped_as_whole` does with a run less: the other begins with its checkpoint.
+
+    That one which is stopped goes on in its own folder is the same for all.
+    """
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    other = train(config_of(whole))
+    folders = {f"trainer.{name}_path": str(again / name) for name in ("ckpt", "export")}
+    start = str(whole / "checkpoints" / "global_step_2")
+    start = {"trainer.resume_mode": "from_path", "trainer.resume_path": start}
+    changes = {"trainer.log_path": str(again), **folders, **start}
+    resumed = train(cfg.apply_overrides(config_of(whole), changes))
+    assert metric_lines(again) == metric_lines(whole)[-2:]
+    assert_bitwise_equal(resumed.state, other.state)
+    return whole, other
+
+
 def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path):
     folder, whole = finished
     with pytest.raises(KeyboardInterrupt, match="^the same command resumes after step 2$"):

@@ -93,8 +93,9 @@ def broken(log_probs, old_log_probs, advantages, config, loss_mask=None):
 def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     """The score is that of `jaxrl train` with the same seed; one loss fails in its first step.
 
-    What is stopped has a thread in place of its process, and compiles nothing: that loss is first.
-    It is in a file of its own: the process that goes on does not import what the tests do.
+    What is stopped has a thread in place of its process, which would import and compile it all. It
+    leaves the last run, which has one; the loss is in a file of its own: that process does not
+    import what the tests do.
     """
     (tmp_path / "loss_of_a_sweep.py").write_text(LOSS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -102,25 +103,27 @@ def test_a_sweep_is_its_runs_and_goes_on_where_it_was_stopped(tmp_path, monkeypa
         "trainer.max_training_steps": 3,
         "trainer.eval_interval": 3,
         "trainer.algorithm.use_kl_loss": False,
+        "generator.sampling_params.max_generate_length": 3,  # with 5 of a prompt: of one width
     }
     config = cfg.resolve(small(tmp_path / "own", **settings))
     variants = parse_variants(config, "loss_of_a_sweep:broken,regular", None)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(concurrent.futures, "ProcessPoolExecutor", _threads)
-        sweep(variants, tmp_path / "out", seeds=[1, 2], say=_stop_after_first)
+        sweep(variants, tmp_path / "out", seeds=[1, 2], say=_stop_after_third)
     results = tmp_path / "out" / "results"
     kept = {x: x.stat().st_mtime_ns for x in results.iterdir()}
-    assert 0 < len(kept) < 4
+    assert len(kept) == 3
     said = []
     found = sweep(variants, tmp_path / "out", seeds=[1, 2], say=said.append)
     assert all(x.stat().st_mtime_ns == time for x, time in kept.items())
     assert len(said) == 4
-    train(small(tmp_path / "own", **settings, **{"trainer.seed": 1}))
+    train(small(tmp_path / "own", **settings, **{"trainer.seed": 2}))
     lines = metric_lines(tmp_path / "own")
     rewards = [x["reward/avg_raw_reward"] for x in lines if "reward/avg_raw_reward" in x]
+    assert any(rewards)
     broken, regular = found
-    np.testing.assert_allclose(regular.outcomes[0].rewards, rewards, atol=1e-6)
-    assert regular.outcomes[0].score == pytest.approx(rewards[-1], abs=1e-6)
+    np.testing.assert_allclose(regular.outcomes[1].rewards, rewards, atol=1e-6)
+    assert regular.outcomes[1].score == pytest.approx(rewards[-1], abs=1e-6)
     assert broken.score is None
     assert all("no such thing" in x for x in broken.failures)
     assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
@@ -137,8 +140,9 @@ def _threads(count, context, **share):
     return concurrent.futures.ThreadPoolExecutor(count, **share)
 
 
-def _stop_after_first(_):
-    raise KeyboardInterrupt
+def _stop_after_third(line):
+    if line.startswith("3 of 4: "):
+        raise KeyboardInterrupt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has all cores")

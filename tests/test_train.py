@@ -208,12 +208,14 @@ def test_metrics_are_coherent(finished):
 
 
 def test_what_is_there_before_the_steps_is_kept_out_of_garbage_collections():
+    gc.unfreeze()  # what conftest.py has frozen
     with out_of_collections({}):
         assert gc.get_freeze_count() > 10_000  # the modules alone
         with out_of_collections({}):  # whoever froze first lets go
             pass
         assert gc.get_freeze_count() > 10_000  # others may have freed some of what is held
     assert gc.get_freeze_count() == 0
+    gc.freeze()
 
 
 def test_the_export_gives_the_same_logits_in_transformers(finished):
@@ -270,6 +272,7 @@ def test_custom_trainer_loss_and_estimator(tmp_path):
             "trainer.max_training_steps": 1,
             "trainer.algorithm.policy_loss_type": "tests.test_train:reinforce",
             "trainer.algorithm.advantage_estimator": "tests.test_train:simple_baseline",
+            "generator.sampling_params.max_generate_length": 3,  # with 5 of a prompt: of one width
         },
     )
     trainer = PenaltyExp(config).run()
@@ -361,8 +364,8 @@ def test_conversations_of_several_turns(tmp_path, step_wise):
         "trainer.max_training_steps": 2,
         "trainer.train_batch_size": 4,
         "trainer.policy_mini_batch_size": 2,
-        "trainer.micro_train_batch_size_per_gpu": 2,
-        "trainer.micro_forward_batch_size_per_gpu": 4,
+        "trainer.micro_train_batch_size_per_gpu": 1,  # row, which holds several conversations
+        "trainer.micro_forward_batch_size_per_gpu": 1,
         "generator.n_samples_per_prompt": 4,
         "generator.max_turns": 2,
         "generator.max_input_length": 26,  # 13 of the prompt, a guess of 2, its end, "a number?>"
@@ -372,6 +375,7 @@ def test_conversations_of_several_turns(tmp_path, step_wise):
         "generator.sampling_params.top_p": 0.8,
         "generator.sampling_params.keep_sampling_mask": True,
         "trainer.use_sample_packing": True,
+        "trainer.packed_length": 56,
         "trainer.ckpt_interval": -1,
         "trainer.log_path": str(tmp_path),
         "trainer.ckpt_path": str(tmp_path / "checkpoints"),

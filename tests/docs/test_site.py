@@ -38,6 +38,9 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
+    """The folder of the site: the one that `make docs` has just built, where CI names it."""
+    if built := os.environ.get("JAXRL_SITE"):
+        return ROOT / built
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", folder]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

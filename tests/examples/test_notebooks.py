@@ -102,7 +102,8 @@ def outputs(cell):
 
 
 def executed(name, folder, **instead):
-    """The cells of a notebook that ran, by id; the words of some of them are others."""
+    """The cells of a notebook that ran, by id; the words of some of them are others: the last
+    steps of a run learn what the reader has seen it learn by then."""
     notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", 4)
     for cell in notebook.cells:
         old, new = instead.get(cell.id, ("", ""))
@@ -113,15 +114,21 @@ def executed(name, folder, **instead):
 
 @pytest.mark.slow
 def test_the_quickstart(tmp_path):
-    by_id = executed("quickstart", tmp_path)
+    by_id = executed(
+        "quickstart",
+        tmp_path,
+        config=("trainer.max_training_steps = 80", "trainer.max_training_steps = 30"),
+        resume=("120", "45"),
+        own=("max_training_steps=60", "max_training_steps=12"),
+    )
     (run,) = (tmp_path / "runs").glob("notebook_*")
     learned = rewards(run)
-    assert len(learned) == 120
+    assert len(learned) == 45
     assert sum(learned[:5]) / 5 < 0.1
-    assert sum(learned[-5:]) / 5 > 0.8
+    assert sum(learned[-5:]) / 5 > 0.5
     (own,) = (tmp_path / "runs").glob("fit-*")
-    assert len(rewards(own)) == 60
-    assert "resuming after step 80" in streams(by_id["resume"])["stdout"]
+    assert len(rewards(own)) == 12
+    assert "resuming after step 30" in streams(by_id["resume"])["stdout"]
     assert "Did you mean 'max_training_steps'" in streams(by_id["config"])["stdout"]
     assert len(streams(by_id["answers"])["stdout"].splitlines()) == 8
     assert (run / "report.html").stat().st_size > 100_000
@@ -137,7 +144,9 @@ def test_the_quickstart(tmp_path):
 
 @pytest.mark.slow
 def test_write_your_own_loss(tmp_path):
-    by_id = executed("write_your_own_loss", tmp_path)
+    by_id = executed(
+        "write_your_own_loss", tmp_path, runs=("60, 30", "45, 15"), compare=("50", "40")
+    )
     assert streams(by_id["test"])["stdout"] == "as worked out\n"
     (runs,) = (tmp_path / "runs").iterdir()
     for name in ("regular", "soft_clip"):
@@ -166,10 +175,11 @@ def test_tool_use(tmp_path):
 
 @pytest.mark.slow
 def test_prove(tmp_path):
-    by_id = executed("prove", tmp_path, prove=("--quick", "--small"))  # a quarter of an hour
+    shorter = ("steps=80", "steps=40")
+    by_id = executed("prove", tmp_path, train=shorter, prove=("--quick", "--small"))
     (run,) = (tmp_path / "runs").glob("notebook_*")
     learned = rewards(run)
-    assert len(learned) == 80 and sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + 0.4
+    assert len(learned) == 40 and sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + 0.4
     assert "image/png" in outputs(by_id["curve"])
     assert streams(by_id["devices"])["stdout"].strip().endswith("\ncpu")
     sent = json.loads((tmp_path / "proof" / "proof.json").read_text())

@@ -139,6 +139,7 @@ def test_reinforced(tmp_path, updates):
         "trainer.algorithm.use_entropy_loss": False,
         "trainer.algorithm.use_kl_loss": False,
         "generator.n_samples_per_prompt": 4,
+        "generator.sampling_params.max_generate_length": 5,  # with 3 of a prompt: of one width
     }
     run = train(run_config("quickstart", tmp_path, changes))
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
