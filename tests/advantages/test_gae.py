@@ -1,9 +1,12 @@
 """Generalised advantage estimation."""
 
+import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.gae import gae
+from jaxrl.advantages.gae import gae as eager
+
+gae = jax.jit(eager, static_argnames=("gamma", "lambd"))
 
 # One row, r = 1, 2, 3, V = 1, 1, 2 (0 after the end):
 #   errors delta = 1 + g V' - V: with g = 1: 1 + 1 - 1 = 1, 2 + 2 - 1 = 3, 3 + 0 - 2 = 1

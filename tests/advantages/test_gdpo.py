@@ -1,12 +1,15 @@
 """Several rewards, each compared with its group apart."""
 
+import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.gdpo import gdpo
+from jaxrl.advantages.gdpo import gdpo as eager
 from jaxrl.config import TrainConfig
 from jaxrl.training.rewards import advantages_of, make_estimate
 from tests.training.test_update import make_batch
+
+gdpo = jax.jit(eager)
 
 MASK = np.array([[0, 1, 1]] * 4, np.float32)
 REWARDS = np.zeros((4, 3), np.float32)

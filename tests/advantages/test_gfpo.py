@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.gfpo import gfpo
+from jaxrl.advantages.gfpo import gfpo as eager
 from jaxrl.advantages.grpo import grpo
+
+gfpo = jax.jit(eager, static_argnames=("keep", "metric", "grpo_norm_by_std"))
 
 # Two are kept. Group 0, lengths 3, 1, 2, 2 with scores 1, 1, 0, 1: the shortest is kept, and the
 #   first of length 2: scores 1, 0: mean 1/2, std 1 / sqrt(2): +-0.7071068
@@ -31,7 +33,7 @@ VALID = np.arange(8) != 7
 )
 def test_literal_of_unequal_groups(metric, expected, said_by):
     said = {"valid_mask": VALID, "loss_mask": MASK * VALID[:, None]}[said_by]
-    estimator = jax.jit(partial(gfpo, keep=2, metric=metric))
+    estimator = partial(gfpo, keep=2, metric=metric)
     advantages, returns = estimator(REWARDS, MASK, INDEX, **{said_by: said})
     np.testing.assert_allclose(advantages, expected[:, None] * MASK, rtol=1e-5)
     np.testing.assert_array_equal(returns, advantages)
@@ -80,7 +82,7 @@ def test_equals_sorting_each_group(metric, keep):
 
 def test_keeping_all_is_grpo():
     found, _ = gfpo(REWARDS, MASK, INDEX, keep=9)
-    np.testing.assert_array_equal(found, grpo(REWARDS, MASK, INDEX)[0])
+    np.testing.assert_array_equal(found, jax.jit(grpo)(REWARDS, MASK, INDEX)[0])
 
 
 def test_another_metric_is_refused():

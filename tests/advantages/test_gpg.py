@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.gpg import gpg
+from jaxrl.advantages.gpg import gpg as eager
+
+gpg = jax.jit(eager)
 
 # Group 0: 1, 0, 0: mean 1/3; group 1: 1, 1: no difference; group 2: 0.5, 0, 1: mean 1/2, and one
 # that failed; group 3: alone: no difference. B = 9, of which 1, 1 and the one alone are M = 3:
@@ -20,7 +22,7 @@ REWARDS = np.stack([0 * SCORES, SCORES], axis=1)
 @pytest.mark.parametrize("said_by", ["valid_mask", "loss_mask"])
 def test_literal_of_unequal_groups(said_by):
     said = {"valid_mask": VALID, "loss_mask": MASK * VALID[:, None]}[said_by]
-    advantages, returns = jax.jit(gpg)(REWARDS, MASK, INDEX, **{said_by: said})
+    advantages, returns = gpg(REWARDS, MASK, INDEX, **{said_by: said})
     np.testing.assert_allclose(advantages, ADVANTAGES[:, None] * MASK, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(returns, advantages)
 

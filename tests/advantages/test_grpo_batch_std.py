@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.grpo_batch_std import grpo_batch_std
+from jaxrl.advantages.grpo_batch_std import grpo_batch_std as eager
+
+grpo_batch_std = jax.jit(eager, static_argnames="epsilon")
 
 # Groups 1, 1; 0, 0; 1, 0; and one alone, 0. Of the batch 3 of 7 are 1: mean 3/7, squares
 #   3 * 16/49 + 4 * 9/49 = 12/7, over 6: 2/7, std 0.5345225. Only the third group has a difference:
@@ -20,7 +22,7 @@ REWARDS = np.stack([0 * SCORES, SCORES], axis=1)
 @pytest.mark.parametrize("said_by", ["valid_mask", "loss_mask"])
 def test_literal_of_unequal_groups(said_by):
     said = {"valid_mask": VALID, "loss_mask": MASK * VALID[:, None]}[said_by]
-    advantages, returns = jax.jit(grpo_batch_std)(REWARDS, MASK, INDEX, **{said_by: said})
+    advantages, returns = grpo_batch_std(REWARDS, MASK, INDEX, **{said_by: said})
     np.testing.assert_allclose(advantages, ADVANTAGES[:, None] * MASK, rtol=1e-5)
     np.testing.assert_array_equal(returns, advantages)
     assert not np.asarray(advantages)[ADVANTAGES == 0].any()

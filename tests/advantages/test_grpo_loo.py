@@ -19,12 +19,13 @@ ADVANTAGES = np.array([3, 1, 2, -0.5, -1.5275252, -HALF, -2, 0, 0.1601282, -HALF
 VALID = np.arange(11) != 10
 MASK = np.ones((11, 2), np.float32)
 REWARDS = np.stack([0 * SCORES, SCORES], axis=1)
+jitted = jax.jit(grpo_loo, static_argnames="grpo_norm_by_std")
 
 
 @pytest.mark.parametrize("said_by", ["valid_mask", "loss_mask"])
 def test_literal_of_unequal_groups(said_by):
     said = {"valid_mask": VALID, "loss_mask": MASK * VALID[:, None]}[said_by]
-    advantages, returns = jax.jit(grpo_loo)(REWARDS, MASK, INDEX, **{said_by: said})
+    advantages, returns = jitted(REWARDS, MASK, INDEX, **{said_by: said})
     np.testing.assert_allclose(advantages, ADVANTAGES[:, None] * MASK, rtol=1e-5)
     np.testing.assert_array_equal(returns, advantages)
 
@@ -39,7 +40,7 @@ def test_equals_the_definition_in_a_loop():
             std = others.std(ddof=1) + 1e-6 if len(others) > 1 else 1
             expected[i] = (scores[i] - others.mean()) / std
     with jax.enable_x64(True):
-        found, _ = grpo_loo(scores[:, None], np.ones((16, 1)), index)
+        found, _ = jitted(scores[:, None], np.ones((16, 1)), index)
     np.testing.assert_allclose(found[:, 0], expected, rtol=1e-10, atol=1e-12)
 
 
@@ -49,11 +50,11 @@ def test_others_that_are_equal_do_not_vary(n, one, rest):
     # in float32 their variance by sums and squares is not 0, and the division explodes
     scores = np.full((n, 1), rest, np.float32)
     scores[0] = one
-    advantages, _ = grpo_loo(scores, np.ones((n, 1)), np.zeros(n, int))
+    advantages, _ = jitted(scores, np.ones((n, 1)), np.zeros(n, int))
     np.testing.assert_allclose(advantages[0], one - rest, rtol=1e-5)
 
 
 def test_without_the_standard_deviation_it_is_rloo():
     # 4 - 1, 1 - 2, 0 - 7/3, 2 - 5/3
-    advantages, _ = grpo_loo(REWARDS, MASK, INDEX, valid_mask=VALID, grpo_norm_by_std=False)
+    advantages, _ = jitted(REWARDS, MASK, INDEX, valid_mask=VALID, grpo_norm_by_std=False)
     np.testing.assert_allclose(advantages[[0, 3, 4, 8], 0], [3, -1, -7 / 3, 1 / 3], rtol=1e-6)

@@ -1,8 +1,11 @@
 """Advantages relative to the success rate."""
 
+import jax
 import numpy as np
 
-from jaxrl.advantages.maxrl import maxrl
+from jaxrl.advantages.maxrl import maxrl as eager
+
+maxrl = jax.jit(eager, static_argnames="epsilon")
 
 # Group 0: scores 1, 0, 0, 0: mean 1/4: 0.75 / 0.25 = 3 and -0.25 / 0.25 = -1; group 1: 1, 1: 0;
 # group 2: 0, 0: 0 / 1e-6 = 0; group 3, alone: its score

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.opo import opo
+from jaxrl.advantages.opo import opo as eager
+
+opo = jax.jit(eager)
 
 # Group 0, scores 1, 0, 2 with 1, 3, 2 tokens: baseline (1 * 1 + 3 * 0 + 2 * 2) / 6 = 5/6
 # Group 1, scores 1, 0 with 3 and 1 tokens: 3/4; group 2, alone: its score, so 0
@@ -21,7 +23,7 @@ VALID = np.arange(7) != 6
 @pytest.mark.parametrize("said_by", ["valid_mask", "loss_mask"])
 def test_literal_of_unequal_groups(said_by):
     said = {"valid_mask": VALID, "loss_mask": MASK * VALID[:, None]}[said_by]
-    advantages, returns = jax.jit(opo)(REWARDS, MASK, INDEX, **{said_by: said})
+    advantages, returns = opo(REWARDS, MASK, INDEX, **{said_by: said})
     expected = np.array(ADVANTAGES)[:, None] * MASK
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
     np.testing.assert_array_equal(returns, advantages)

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.pass_at_k import pass_at_k
+from jaxrl.advantages.pass_at_k import pass_at_k as eager
+
+pass_at_k = jax.jit(eager, static_argnames=("k", "threshold"))
 
 # Sets of 2. Group 0: 1, 0, 0, 0, so 3 of 4 are wrong: F = C(3, 2) / C(4, 2) = 3/6, root 1/2;
 #   right: (1/2) / (1/2) = 1; wrong: F- = C(2, 1) / C(3, 1) = 2/3, (1/2 - 2/3) / (1/2) = -1/3
@@ -28,7 +30,7 @@ MASK = np.tile(np.array([[1, 1, 0]], np.float32), (19, 1))
 @pytest.mark.parametrize("said_by", ["valid_mask", "loss_mask"])
 def test_literal_of_unequal_groups(said_by):
     said = {"valid_mask": VALID, "loss_mask": MASK * VALID[:, None]}[said_by]
-    estimator = jax.jit(partial(pass_at_k, k=2))
+    estimator = partial(pass_at_k, k=2)
     advantages, returns = estimator(REWARDS, MASK, INDEX, **{said_by: said})
     expected = np.array(ADVANTAGES)[:, None] * MASK
     np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-7)

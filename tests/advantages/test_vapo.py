@@ -4,8 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.advantages.gae import gae
-from jaxrl.advantages.vapo import vapo
+from jaxrl.advantages.gae import gae as eager_gae
+from jaxrl.advantages.vapo import vapo as eager
+
+gae = jax.jit(eager_gae, static_argnames=("gamma", "lambd"))
+vapo = jax.jit(eager, static_argnames=("gamma", "lambd", "critic_lambd", "length_adaptive_alpha"))
 
 # The row of test_gae: r = 1, 2, 3, V = 1, 1, 2: errors 1, 3, 1. Returns with lambda 1: 6, 5, 3.
 # With alpha 1/2 and 3 tokens lambda = 1 - 1/1.5 = 1/3: G = 1 + (3 + 1/3) / 3 = 19/9, 10/3, 1
@@ -22,9 +25,7 @@ INDEX = np.zeros(3, int)
 
 
 def test_literal():
-    advantages, returns = jax.jit(lambda *x: vapo(*x, length_adaptive_alpha=0.5))(
-        REWARDS, LOSS_MASK, INDEX, VALUES
-    )
+    advantages, returns = vapo(REWARDS, LOSS_MASK, INDEX, VALUES, length_adaptive_alpha=0.5)
     np.testing.assert_allclose(returns, [[6, 5, 3], [4, 4, 0], [0, 0, 0]], rtol=1e-6)
     expected = [[0.1598722, 1.0391691, -0.6394886], [-1.3589134, 0.7993608, 0], [0, 0, 0]]
     np.testing.assert_allclose(advantages, expected, rtol=1e-5)

@@ -95,6 +95,12 @@ def value_and_grad(name, x, weights):
     return jax.value_and_grad(functools.partial(objective, name))(x["log_probs"], x, weights)
 
 
+@functools.cache
+def jitted(name):
+    """One program of each loss for all tests that give it the same shapes."""
+    return jax.jit(functools.partial(value_and_grad, name))
+
+
 def assert_close(found, expected, tolerance=1e-5):
     for one, other in zip(found, expected, strict=True):
         scale = max(1.0, np.abs(other).max())
@@ -105,17 +111,6 @@ def take_rows(x, rows):
     return {k: v[rows] for k, v in x.items()}
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
-def test_jit_and_vmap_equal_eager(name):
-    batches = [minibatch(seed=seed) for seed in (0, 1)]
-    stacked = {k: np.stack([b[k] for b in batches]) for k in batches[0]}
-    weights = np.stack([weigh(b, "sequence_mean") for b in batches])
-    values, grads = jax.jit(jax.vmap(functools.partial(value_and_grad, name)))(stacked, weights)
-    for number, batch in enumerate(batches):
-        eager = value_and_grad(name, batch, weights[number])
-        assert_close((values[number], grads[number]), eager)
-
-
 @pytest.mark.some(6)
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_pmap_and_shard_map_equal_one_device(name):
@@ -124,7 +119,7 @@ def test_pmap_and_shard_map_equal_one_device(name):
     A loss that looks at the whole minibatch gets it whole, on every device.
     """
     x, kinds = minibatch(), allowed(name)
-    expected = [value_and_grad(name, x, weigh(x, kind)) for kind in kinds]
+    expected = [jitted(name)(x, np.asarray(weigh(x, kind))) for kind in kinds]
     whole = name in BATCH_STATISTICS
 
     def on_a_device(part, own):
@@ -156,33 +151,35 @@ def test_pmap_and_shard_map_equal_one_device(name):
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_the_cut_into_microbatches_changes_nothing(name):
-    """In float64 to 1e-12: microbatches, order of rows, padding; for all allowed reductions."""
+def test_neither_vmap_nor_the_cut_into_microbatches_changes_anything(name):
+    """In float64 to 1e-12: vmap, order of rows, padding, microbatches; for all allowed reductions.
+
+    So a loss that is not in BATCH_STATISTICS looks at no row of another microbatch.
+    """
     with jax.enable_x64(True):
         x = minibatch("float64")
-        grad = jax.jit(functools.partial(value_and_grad, name))
         order = np.random.default_rng(5).permutation(ROWS)
+        both = {k: np.stack([v, v[order]]) for k, v in x.items()}
+        mapped = jax.jit(jax.vmap(functools.partial(value_and_grad, name)))
         wide = {k: np.pad(v, [(0, 0), (0, 3)]) if v.ndim == 2 else v for k, v in x.items()}
+        size = ROWS if name in BATCH_STATISTICS else 4
+        parts = [slice(start, start + size) for start in range(0, ROWS, size)]
         for kind in allowed(name):
             weights = np.asarray(weigh(x, kind))
-            value, gradient = grad(x, weights)
-            assert_close(grad(take_rows(x, order), weights[order]), (value, gradient[order]), 1e-12)
-            padded = value_and_grad(name, wide, np.asarray(weigh(wide, kind)))
-            expected = (value, np.pad(gradient, [(0, 0), (0, 3)]))
-            assert_close(padded, expected, 1e-12)
-            if name in BATCH_STATISTICS or kind != "token_mean":
-                continue
-            parts = [slice(0, 2), slice(2, 4), slice(4, 8)]
-            cut = [value_and_grad(name, take_rows(x, rows), weights[rows]) for rows in parts]
-            sums = (sum(v for v, _ in cut), np.concatenate([g for _, g in cut]))
-            assert_close(sums, (value, gradient), 1e-12)
+            values, gradients = mapped(both, np.stack([weights, weights[order]]))
+            value, gradient = values[0], gradients[0]
+            assert_close((values[1], gradients[1]), (value, gradient[order]), 1e-12)
+            padded = np.asarray(weigh(wide, kind))
+            cut = [jitted(name)(take_rows(wide, rows), padded[rows]) for rows in parts]
+            sums = sum(v for v, _ in cut), np.concatenate([g for _, g in cut])
+            assert_close(sums, (value, np.pad(gradient, [(0, 0), (0, 3)])), 1e-12)
 
 
 @pytest.mark.parametrize("name", sorted({*LOSSES, "log_linear"}))
 def test_what_is_masked_reaches_neither_value_nor_gradient(name):
     x = minibatch()
     weights = np.asarray(weigh(x, allowed(name)[0]))
-    grad = jax.jit(functools.partial(value_and_grad, name))
+    grad = jitted(name)
     expected = grad(x, weights)
     for poison in (np.nan, np.inf, -np.inf):
         for names in (("log_probs",), ("old", "rollout"), ("advantages",)):
@@ -192,14 +189,17 @@ def test_what_is_masked_reaches_neither_value_nor_gradient(name):
 
 
 @pytest.mark.parametrize("name", sorted({*LOSSES, "log_linear"}))
-def test_bfloat16_inputs_give_a_float32_loss(name):
+def test_bfloat16_inputs_give_a_float32_loss_eager_as_jitted(name):
     x = minibatch()
     floats = ("log_probs", "old", "rollout", "advantages")
     small = {k: jnp.asarray(x[k], "bfloat16") for k in floats}
-    exact = {k: v.astype(jnp.float32) for k, v in small.items()}
+    exact = {**x, **{k: np.asarray(v, np.float32) for k, v in small.items()}}
     loss = per_token(name, {**x, **small})
     assert loss.dtype == jnp.float32
-    np.testing.assert_array_equal(loss, per_token(name, {**x, **exact}))
+    np.testing.assert_array_equal(loss, per_token(name, exact))
+    weights = np.asarray(weigh(x, allowed(name)[0]))
+    value, _ = jitted(name)(exact, weights)
+    assert_close([value], [np.where(weights, loss * weights, 0).sum()])
 
 
 @pytest.mark.parametrize("name", sorted({*LOSSES, "log_linear"} - {"cross_entropy", "clip_cov"}))
@@ -208,15 +208,7 @@ def test_on_policy_gradient_is_minus_advantage_times_weight(name):
     x = minibatch()
     x |= {"old": x["log_probs"], "rollout": x["log_probs"]}
     weights = np.asarray(weigh(x, "sequence_mean"))
-    _, grad = value_and_grad(name, x, weights)
+    _, grad = jitted(name)(x, weights)
     lengths = x["mask"].sum(-1, keepdims=True)
     factor = {"luspo": lengths, "chord": 0.9}.get(name, 1)  # which they multiply by
     np.testing.assert_allclose(grad, -x["advantages"] * weights * factor, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - BATCH_STATISTICS))
-def test_a_loss_that_is_not_marked_does_not_look_beyond_its_rows(name):
-    x = minibatch()
-    part = take_rows(x, slice(2, 4))
-    whole = per_token(name, x)[2:4] * part["mask"]
-    np.testing.assert_allclose(per_token(name, part) * part["mask"], whole, rtol=1e-6)

@@ -102,20 +102,22 @@ def rows_of(completions):
     return tokens, np.array([len(row) for row in rows], np.int32)
 
 
+@functools.cache
+def native_samples():
+    mesh = make_mesh(devices=jax.devices()[:2])
+    return sampled(NativeEngine(CONFIG, mesh), init_params(CONFIG, 0))
+
+
 def test_sampler_trainer_and_native_engine_agree(model):
     mesh = make_mesh(devices=jax.devices()[:2])
     params = init_params(model, 0)
     ours = sampled(RecomputeEngine(model, mesh), params)
-    native = sampled(NativeEngine(CONFIG, mesh), init_params(CONFIG, 0))
+    native = native_samples()
     assert [c.tokens for c in ours] == [c.tokens for c in native]
     tokens, lengths = rows_of(ours)
-    log_probs, _ = log_probs_and_entropy(
-        model,
-        params,
-        one_per_row(tokens, lengths, np.ones_like(tokens)),
-        temperature=0.7,
-        dtype=jnp.float32,
-    )
+    score = functools.partial(log_probs_and_entropy, model, temperature=0.7, dtype=jnp.float32)
+    rows = one_per_row(tokens, lengths, np.ones_like(tokens))
+    log_probs = np.asarray(jax.jit(score)(params, rows)[0])
     for row, (a, b) in enumerate(zip(ours, native, strict=True)):
         start = lengths[row] - len(a.tokens)
         np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
@@ -123,19 +125,24 @@ def test_sampler_trainer_and_native_engine_agree(model):
         assert (a.stop_reason, a.versions) == (b.stop_reason, b.versions)
 
 
-def test_gradients_are_those_of_the_native_model(model):
+@functools.cache
+def gradient_of(model, remat):
     tokens = np.random.default_rng(0).integers(0, 32, (2, 16))
     lengths = np.array([16, 11])
 
-    def loss(which, params, remat):
+    def loss(params):
         score = functools.partial(
             log_probs_and_entropy, temperature=1.0, dtype=jnp.float32, remat=remat
         )
-        return score(which, params, one_per_row(tokens, lengths, np.ones_like(tokens)))[0].sum()
+        return score(model, params, one_per_row(tokens, lengths, np.ones_like(tokens)))[0].sum()
 
-    expected = jax.grad(functools.partial(loss, CONFIG, remat="none"))(init_params(CONFIG, 0))
+    return jax.jit(jax.grad(loss))(init_params(model, 0))
+
+
+def test_gradients_are_those_of_the_native_model(model):
+    expected = gradient_of(CONFIG, "none")
     for remat in ("none", "full"):
-        found = jax.grad(functools.partial(loss, model, remat=remat))(init_params(model, 0))
+        found = gradient_of(model, remat)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts against a loop over experts, transformers, and themselves on meshes."""
+"""Mixtures of experts against all experts for all tokens, transformers, and others on meshes."""
 
 import dataclasses
 import functools
@@ -38,7 +38,6 @@ GPT_OSS = dataclasses.replace(
     PLAIN, normalise=True, linear_bias=True, swiglu_limit=1.5, swiglu_alpha=1.702
 )
 KINDS = {"plain": PLAIN, "qwen2": QWEN2, "deepseek": DEEPSEEK, "gpt-oss": GPT_OSS}
-MATRICES = ("gate", "up", "down")
 RULES = ShardingRules(batch=("data", "fsdp", "expert"))
 
 
@@ -57,29 +56,32 @@ def draw(experts, seed=0, rows=B):
         shapes |= {"shared_gate": (D, S), "shared_up": (D, S), "shared_down": (S, D)}
     if experts.shared_gate:
         shapes["shared_router"] = (D, 1)
-    normal = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    return {name: normal(shape) / 2 for name, shape in shapes.items()}, normal((rows, T, D))
+    normal = lambda shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    weights = {name: normal(shape) / 2 for name, shape in shapes.items()}
+    return jax.device_put(weights), jax.device_put(normal((rows, T, D)))
 
 
-def by_loop(experts, weights, y, ids):
+def by_every_expert(experts, weights, y, ids):
     """Every expert for all tokens, times a weight that is 0 where it was not chosen."""
     logits = y @ weights["router"] + weights.get("router_offset", 0)
-    biases = {k: weights.get(f"experts_{k}_bias", jnp.zeros(experts.count)) for k in MATRICES}
     scores = module.SCORES[experts.scoring](logits)
     chosen = jnp.take_along_axis(scores, ids, axis=-1)
     if experts.normalise:
         chosen = chosen / chosen.sum(axis=-1, keepdims=True)
     chosen = chosen * experts.scaling
-    out = jnp.zeros_like(y)
-    for e in range(experts.count):
-        gate = y @ weights["experts_gate"][e] + biases["gate"][e]
-        up = y @ weights["experts_up"][e] + biases["up"][e]
-        hidden = jax.nn.silu(gate) * up
-        if experts.swiglu_limit:  # 1.5
-            gate, up = jnp.minimum(gate, 1.5), jnp.clip(up, -1.5, 1.5)
-            hidden = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-        weight = jnp.where(ids == e, chosen, 0).sum(axis=-1, keepdims=True)
-        out = out + weight * (hidden @ weights["experts_down"][e] + biases["down"][e])
+
+    def part(name, x):
+        product = jnp.einsum("btex,exf->btef", x, weights[f"experts_{name}"])
+        return product + weights.get(f"experts_{name}_bias", 0)
+
+    every = jnp.broadcast_to(y[:, :, None], (*y.shape[:2], experts.count, D))
+    gate, up = part("gate", every), part("up", every)
+    hidden = jax.nn.silu(gate) * up
+    if experts.swiglu_limit:  # 1.5
+        gate, up = jnp.minimum(gate, 1.5), jnp.clip(up, -1.5, 1.5)
+        hidden = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    of_expert = jnp.where(ids[..., None] == jnp.arange(experts.count), chosen[..., None], 0)
+    out = (of_expert.sum(axis=2)[..., None] * part("down", hidden)).sum(axis=2)
     if experts.shared_width:
         hidden = jax.nn.silu(y @ weights["shared_gate"]) * (y @ weights["shared_up"])
         shared = hidden @ weights["shared_down"]
@@ -88,20 +90,25 @@ def by_loop(experts, weights, y, ids):
     return out, module.Routing(ids, chosen, logits, jnp.zeros(y.shape[:2]))
 
 
-def all_of(run, weights, y):
-    """Output, routing, and gradients of a loss of the output, the weights and the logits."""
+def all_of(run):
+    """Return a program: output, routing, and gradients of a loss of output, weights and logits."""
 
-    def loss(weights, y):
-        out, routing = run(weights, y)
+    def loss(weights, y, *ids):
+        out, routing = run(weights, y, *ids)
         z = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)).sum()
         numbers = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         balance = jnp.square(routing.weights).sum()
         return (numbers * jnp.sin(out)).sum() + 0.1 * (z + balance), (out, routing)
 
-    (_, (out, routing)), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weights, y)
-    found = {"out": out, **routing._asdict(), **grads[0], "y": grads[1]}
-    del found["differs"]  # tests/training/test_router_replay.py
-    return found
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    def program(weights, y, *ids):
+        (_, (out, routing)), grads = gradient(weights, y, *ids)
+        found = {"out": out, **routing._asdict(), **grads[0], "y": grads[1]}
+        del found["differs"]  # tests/training/test_router_replay.py
+        return {name: np.asarray(x) for name, x in found.items()}
+
+    return program
 
 
 def assert_close(found, expected, tolerance=1e-5):
@@ -112,66 +119,84 @@ def assert_close(found, expected, tolerance=1e-5):
 
 
 def sparse(experts, **settings):
-    return lambda weights, y: expert_mlp(experts, jax.nn.silu, weights, y, **settings)
+    """Of weights, tokens and, if they are given, the ids that were chosen."""
+
+    def run(weights, y, ids=None):
+        return expert_mlp(experts, jax.nn.silu, weights, y, replay=ids, **settings)
+
+    return run
+
+
+@functools.cache
+def program_of(experts):
+    """One for all tests of the same shapes."""
+    return all_of(sparse(experts))
+
+
+@functools.cache
+def reference_of(experts):
+    return all_of(functools.partial(by_every_expert, experts))
 
 
 @functools.cache
 def on_one_device(kind):
-    return all_of(sparse(KINDS[kind]), *draw(KINDS[kind]))
+    return program_of(KINDS[kind])(*draw(KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_value_and_gradients_are_those_of_a_loop_over_experts(kind):
+def test_value_and_gradients_are_those_of_every_expert_for_all_tokens(kind):
     experts, found = KINDS[kind], on_one_device(kind)
-    expected = all_of(lambda w, y: by_loop(experts, w, y, found["ids"]), *draw(experts))
-    assert_close(found, expected)
+    assert_close(found, reference_of(experts)(*draw(experts), found["ids"]))
     assert not experts.bias or not found["router_bias"].any()
 
 
 def test_a_replayed_choice_is_used_and_the_router_has_a_gradient():
-    ids = jnp.asarray(np.random.default_rng(1).permuted(np.tile(np.arange(E), (B, T, 1)), axis=2))
-    ids = ids[..., :K].astype(jnp.int32)
-    found = all_of(sparse(PLAIN, replay=ids), *draw(PLAIN))
+    ids = np.random.default_rng(1).permuted(np.tile(np.arange(E), (B, T, 1)), axis=2)
+    ids = ids[..., :K].astype(np.int32)
+    found = program_of(PLAIN)(*draw(PLAIN), ids)
     np.testing.assert_array_equal(found["ids"], ids)
-    assert_close(found, all_of(lambda w, y: by_loop(PLAIN, w, y, ids), *draw(PLAIN)))
-    assert jnp.abs(found["router"]).max() > 0.1
+    assert_close(found, reference_of(PLAIN)(*draw(PLAIN), ids))
+    assert np.abs(found["router"]).max() > 0.1
 
 
 def test_a_row_without_a_recorded_choice_chooses_for_itself():
-    live, ids = on_one_device("plain"), np.zeros((B, T, K), np.int32) + np.array([1, 6])
+    live, ids = on_one_device("plain"), np.zeros((B, T, K), np.int32) + np.int32([1, 6])
     ids[::2] = E
-    run = jax.jit(sparse(PLAIN, replay=jnp.asarray(ids, jnp.int32)))
-    out, routing = run(*draw(PLAIN))
-    np.testing.assert_array_equal(routing.ids[::2], live["ids"][::2])
-    np.testing.assert_array_equal(routing.ids[1::2], ids[1::2])
-    np.testing.assert_allclose(out[::2], live["out"][::2], rtol=1e-5, atol=1e-5)
+    found = program_of(PLAIN)(*draw(PLAIN), ids)
+    np.testing.assert_array_equal(found["ids"][::2], live["ids"][::2])
+    np.testing.assert_array_equal(found["ids"][1::2], ids[1::2])
+    np.testing.assert_allclose(found["out"][::2], live["out"][::2], rtol=1e-5, atol=1e-5)
+
+
+routed = jax.jit(route, static_argnums=0)
 
 
 def test_weights_of_softmax():
     """Of the scores 0.1, 0.2, 0.3 and 0.4 the best two, of sum 0.7."""
-    logits = jnp.log(jnp.array([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]))
+    expected = np.float32([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
+    logits = np.log(expected)
     experts = Experts(count=4, per_token=2, width=1, normalise=True, scaling=7)
-    routes, scores = route(experts, logits)
+    routes, scores = routed(experts, logits)
     np.testing.assert_array_equal(routes.ids, [[3, 2], [0, 1]])
     np.testing.assert_allclose(routes.weights, [[4, 3], [4, 3]], rtol=1e-6)
-    np.testing.assert_allclose(scores, jnp.exp(logits), rtol=1e-6)
-    replayed, _ = route(experts, logits, replay=jnp.array([[0, 1], [4, 4]], jnp.int32))
+    np.testing.assert_allclose(scores, expected, rtol=1e-6)
+    replayed, _ = routed(experts, logits, replay=np.array([[0, 1], [4, 4]], np.int32))
     np.testing.assert_array_equal(replayed.ids, [[0, 1], [0, 1]])
     np.testing.assert_allclose(replayed.weights, [[7 / 3, 14 / 3], [4, 3]], rtol=1e-6)
 
 
 def test_groups_and_bias_decide_the_choice_alone():
     """Groups' two best are 0.9 + 0.1 and 0.6 + 0.5: the best expert is in the one not chosen."""
-    scores = jnp.array([[0.9, 0.1, 0.0001, 0.6, 0.5, 0.4]])
-    logits = jnp.log(scores / (1 - scores))
+    scores = np.float32([[0.9, 0.1, 0.0001, 0.6, 0.5, 0.4]])
+    logits = np.log(scores / (1 - scores))
     settings = {"groups": 2, "scoring": "sigmoid", "normalise": False}
     experts = Experts(count=6, per_token=2, width=1, bias=True, **settings)
-    routes, _ = route(experts, logits, jnp.zeros(6))
+    routes, _ = routed(experts, logits, np.zeros(6, np.float32))
     np.testing.assert_array_equal(routes.ids, [[3, 4]])
-    routes, _ = route(experts, logits, jnp.array([0, 0, 0, 0, 0, 0.3]))
+    routes, _ = routed(experts, logits, np.float32([0, 0, 0, 0, 0, 0.3]))
     np.testing.assert_array_equal(routes.ids, [[5, 3]])
     np.testing.assert_allclose(routes.weights, [[0.4, 0.6]], rtol=1e-5)
-    routes, _ = route(experts, logits, jnp.array([-9.0, -9, -9, -9, -9, -9]))
+    routes, _ = routed(experts, logits, np.float32([-9.0, -9, -9, -9, -9, -9]))
     np.testing.assert_array_equal(routes.ids, [[3, 4]])  # and none of a closed group
 
 
@@ -214,7 +239,7 @@ def test_as_transformers(kind):
     config._experts_implementation = "eager"
     block = block_class(config)
     weights, y = draw(experts)
-    both = jnp.concatenate([weights["experts_gate"], weights["experts_up"]], axis=2)
+    both = np.concatenate([weights["experts_gate"], weights["experts_up"]], axis=2)
     names = {"experts.gate_up_proj": both, "experts.down_proj": weights["experts_down"]}
     names["gate.weight"] = weights["router"]
     if experts.bias:
@@ -226,7 +251,8 @@ def test_as_transformers(kind):
     if experts.shared_gate:
         names["shared_expert_gate.weight"] = weights["shared_router"]
     state = {
-        name: torch.from_numpy(np.array(x.mT if x.ndim > 1 else x)) for name, x in names.items()
+        name: torch.from_numpy(np.swapaxes(np.array(x), -1, -2) if x.ndim > 1 else np.array(x))
+        for name, x in names.items()
     }
     block.load_state_dict(state)
     rows = torch.from_numpy(np.array(y)).requires_grad_()
@@ -263,10 +289,10 @@ def by_id(ids, weights):
 )
 def test_uneven_loads(rows, count, chosen):
     experts = dataclasses.replace(PLAIN, count=count)
-    ids = jnp.zeros((rows, T, K), jnp.int32) + jnp.array(chosen, jnp.int32)
-    given = draw(experts, rows=rows)
-    found = all_of(sparse(experts, replay=ids), *given)
-    assert_close(found, all_of(lambda w, y: by_loop(experts, w, y, ids), *given))
+    ids = np.zeros((rows, T, K), np.int32) + np.array(chosen, np.int32)
+    given = *draw(experts, rows=rows), ids
+    found = program_of(experts)(*given)
+    assert_close(found, reference_of(experts)(*given))
     unused = np.setdiff1d(np.arange(count), chosen)
     assert not found["experts_gate"][unused].any() and not found["experts_down"][unused].any()
 
@@ -275,7 +301,8 @@ def test_uneven_loads(rows, count, chosen):
 
 MESHES = (
     {"expert": 8},
-    {"expert": 4, "fsdp": 2},
+    # both axes are in the next one, too
+    pytest.param({"expert": 4, "fsdp": 2}, marks=pytest.mark.slow),
     {"expert": 2, "tensor": 2, "fsdp": 2},
     {"fsdp": 8},
     {"data": 2, "tensor": 4},
@@ -289,13 +316,13 @@ def named(sizes):
 @pytest.mark.parametrize("sizes", MESHES, ids=named)
 def test_on_any_mesh_as_on_one_device(sizes):
     placement = Placement(make_mesh(**sizes), RULES)
-    assert_close(all_of(sparse(QWEN2, placement=placement), *draw(QWEN2)), on_one_device("qwen2"))
+    assert_close(all_of(sparse(QWEN2, placement=placement))(*draw(QWEN2)), on_one_device("qwen2"))
 
 
 @pytest.mark.parametrize("sizes", [{"expert": 2, "tensor": 2, "fsdp": 2}], ids=named)
 def test_biases_are_added_once_on_a_mesh(sizes):
     placement = Placement(make_mesh(**sizes), RULES)
-    found = all_of(sparse(GPT_OSS, placement=placement), *draw(GPT_OSS))
+    found = all_of(sparse(GPT_OSS, placement=placement))(*draw(GPT_OSS))
     assert_close(found, on_one_device("gpt-oss"))
 
 
@@ -311,12 +338,10 @@ def test_biases_are_added_once_on_a_mesh(sizes):
 )
 def test_what_the_mesh_does_not_divide_stays_whole(sizes, rules, rows):
     experts = dataclasses.replace(DEEPSEEK, count=12 if rows == 1 else E)
-    given = draw(experts, rows=rows)
-    ids = jnp.asarray(np.random.default_rng(2).integers(0, 3, (rows, T, K)) * 2 + [0, 1], jnp.int32)
-    found = all_of(
-        sparse(experts, replay=ids, placement=Placement(make_mesh(**sizes), rules)), *given
-    )
-    assert_close(found, all_of(sparse(experts, replay=ids), *given))
+    ids = np.random.default_rng(2).integers(0, 3, (rows, T, K)) * 2 + [0, 1]
+    given = *draw(experts, rows=rows), ids.astype(np.int32)
+    placement = Placement(make_mesh(**sizes), rules)
+    assert_close(all_of(sparse(experts, placement=placement))(*given), program_of(experts)(*given))
 
 
 def test_bfloat16_is_gathered_and_sums_over_devices_are_float32():
@@ -345,17 +370,23 @@ def test_bfloat16_is_gathered_and_sums_over_devices_are_float32():
 def test_a_row_depends_neither_on_its_neighbours_nor_on_its_place(dtype):
     """To the bit, as policy and sampler need it that see a token among different others."""
     weights, y = draw(QWEN2, rows=32)
-    run = jax.jit(lambda y: sparse(QWEN2)(weights, y))
-    y, rng = y.astype(dtype), np.random.default_rng(3)
-    out, routing = run(y)
+    run = jax.jit(functools.partial(sparse(QWEN2), weights))
+    y, rng = np.asarray(y).astype(dtype), np.random.default_rng(3)
+    out, weights_of = of_run(run, y)
     assert out.dtype == dtype
     order = rng.permutation(32)
-    moved, moved_routing = run(y[order])
+    moved, moved_weights = of_run(run, y[order])
     np.testing.assert_array_equal(moved, out[order])
-    np.testing.assert_array_equal(moved_routing.weights, routing.weights[order])
+    np.testing.assert_array_equal(moved_weights, weights_of[order])
     for place in (0, 13, 31):
-        others = jnp.asarray(rng.standard_normal(y.shape), dtype).at[place].set(y[place])
-        np.testing.assert_array_equal(run(others)[0][place], out[place])
+        others = rng.standard_normal(y.shape).astype(dtype)
+        others[place] = y[place]
+        np.testing.assert_array_equal(of_run(run, others)[0][place], out[place])
+
+
+def of_run(run, y):
+    out, routing = run(y)
+    return np.asarray(out), np.asarray(routing.weights)
 
 
 # ---------------------------------------------------------------- what is not there
