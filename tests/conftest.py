@@ -27,13 +27,15 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # One cache for all processes of a run: many tests build the same trainer again. CI keeps one from
-# run to run (`.ci/run`), where programs lie under hashes of their text, of jaxlib and its flags.
+# run to run (`.ci/run`), where programs lie under hashes of their text, of jaxlib and its flags;
+# there small ones are worth writing, too, which costs a twentieth more where the cache is empty.
+LEAST_SECONDS = "0.2"
 if kept := os.environ.get("JAXRL_TEST_CACHE"):
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = kept
+    os.environ["JAX_COMPILATION_CACHE_DIR"], LEAST_SECONDS = kept, "0"
 elif "PYTEST_XDIST_WORKER" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_tests_")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = LEAST_SECONDS
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -223,7 +223,8 @@ def claims():
 def test_paired_values_compute_the_same_numbers(setting, name, field, value):
     beside, compute, number = EQUAL[setting][name]
     value = {"True": True, "False": False}.get(value, value)
-    found = compute(algorithm_with({field: value, **beside}))
+    algorithm = algorithm_with({field: value, **beside})
+    found = jax.jit(lambda: compute(algorithm))()  # one program in place of one for each operation
     np.testing.assert_allclose(found, number, rtol=2e-6)
 
 
@@ -270,7 +271,11 @@ SYSTEMS = {
 
 @pytest.mark.parametrize("variant", GRPO_VARIANTS, ids=lambda v: v.system)
 def test_the_objective_of_each_of_the_eight_systems(variant):
-    algorithm = algorithm_with(variant.settings)
+    total = jax.jit(lambda: objective_of(algorithm_with(variant.settings)))()
+    np.testing.assert_allclose(total, SYSTEMS[variant.system], rtol=1e-5)
+
+
+def objective_of(algorithm):
     rewards = np.array([[0, 1], [0, 0]], np.float32)
     data = {"token_level_rewards": rewards, "response_mask": MASK, "loss_mask": MASK}
     _, found, _ = make_estimate(algorithm)(**data, index=np.zeros(2, np.int32))
@@ -281,9 +286,8 @@ def test_the_objective_of_each_of_the_eight_systems(variant):
         old_log_probs=old,
         rollout_log_probs=rollout,
         ref_log_probs=old + np.log(MOVED),
-        advantages=np.asarray(found),
+        advantages=found,
     )
     weights, _ = minibatch_weights(batch, algorithm, block_rows=1)
     objective = make_objective(make_policy_loss(algorithm))
-    total, _ = objective(old + np.log(MOVED), 0 * MASK, batch, weights, KEY)
-    np.testing.assert_allclose(total, SYSTEMS[variant.system], rtol=1e-5)
+    return objective(old + np.log(MOVED), 0 * MASK, batch, weights, KEY)[0]

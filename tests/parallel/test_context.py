@@ -24,6 +24,7 @@ from tests.training.test_router_replay import with_routes
 from tests.training.test_update import (
     MODEL,
     ROWS,
+    WIDTH,
     algorithm_with,
     assert_same,
     gradient,
@@ -63,42 +64,53 @@ ATTENTIONS = {
 }
 
 
+LENGTH = 48
+IDS = np.repeat([[1, 2, 3, 0], [1, 1, 2, 0]], 12, axis=1)
+
+
+def drawn(*shapes):
+    """Queries, keys and values, and cotangents of what comes out."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=s).astype(np.float32) for s in (*shapes, shapes[0])]
+
+
+Q, K, V, G = drawn((2, LENGTH, 8, 8), (2, 4, LENGTH, 8), (2, 4, LENGTH, 8))
+
+
+def with_gradient(run, g):
+    return jax.jit(lambda q, k, v: (run(q, k, v), jax.vjp(run, q, k, v)[1](g)))
+
+
+@functools.cache
+def of_whole_rows(name):
+    model = dataclasses.replace(ATTENTIONS[name], num_heads=8, num_kv_heads=4)
+    mask = causal_mask(IDS)
+    if model.sliding_window is not None:
+        ahead = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+        mask &= ahead < model.sliding_window
+    return jax.device_get(with_gradient(lambda *x: attention(model, *x, mask), G)(Q, K, V))
+
+
 @pytest.mark.some(10)
 @strategies
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("sizes", [{"context": 4}, {"context": 2, "tensor": 2, "data": 2}], ids=str)
 def test_attention_and_its_gradient_are_those_of_whole_rows(strategy, name, sizes):
-    model, length = dataclasses.replace(ATTENTIONS[name], num_heads=8, num_kv_heads=4), 48
-    rng = np.random.default_rng(0)
-    shapes = (2, length, 8, 8), (2, 4, length, 8), (2, 4, length, 8)
-    q, k, v, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0]))
-    ids = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 2, 0]], 12, axis=1))
-    sliding = name.startswith("windows")
-    mask = causal_mask(ids)
-    if model.sliding_window is not None:
-        ahead = np.arange(length)[:, None] - np.arange(length)
-        mask &= ahead < model.sliding_window
-
-    def whole(q, k, v):
-        return attention(model, q, k, v, mask)
-
+    model = dataclasses.replace(ATTENTIONS[name], num_heads=8, num_kv_heads=4)
     count = int(np.prod(list(sizes.values())))
     placement = Placement(make_mesh(devices=jax.devices()[:count], **sizes))
-    order = order_of_places(length, sizes["context"])
+    order = order_of_places(LENGTH, sizes["context"])
     back = np.argsort(order)
 
     def spread(q, k, v):
         how = {"strategy": strategy, "kernel": "chunked", "placement": placement}
         given = q[:, order], k[:, :, order], v[:, :, order]
-        segments = Segments(ids[:, order], sliding)
+        segments = Segments(jnp.asarray(IDS[:, order]), name.startswith("windows"))
         return context_attention(model, *given, segments, **how)[:, back]
 
-    def with_gradient(run):
-        return jax.jit(lambda q, k, v: (run(q, k, v), jax.vjp(run, q, k, v)[1](g)))
-
-    expected, gradients = with_gradient(whole)(q, k, v)
-    out, found = with_gradient(spread)(q, k, v)
-    real = np.asarray(ids)[:, :, None, None] > 0
+    expected, gradients = of_whole_rows(name)
+    out, found = with_gradient(spread, G)(Q, K, V)
+    real = IDS[:, :, None, None] > 0
     np.testing.assert_allclose(np.where(real, out, 0), np.where(real, expected, 0), atol=2e-6)
     for mine, other in zip(found, gradients, strict=True):
         np.testing.assert_allclose(mine, other, atol=5e-6)
@@ -108,10 +120,9 @@ def test_attention_and_its_gradient_are_those_of_whole_rows(strategy, name, size
 def test_the_kernel_of_tpus_attends_over_devices(window):
     """Interpreted: splash attention with queries in parts, whose order its mask knows."""
     model = dataclasses.replace(MODEL, head_dim=64, sliding_window=window)
-    rng, length = np.random.default_rng(0), 512
-    shapes = (2, length, 4, 64), (2, 2, length, 64), (2, 2, length, 64)
-    q, k, v, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0]))
-    ids = jnp.asarray(np.repeat([[1, 1, 2, 2], [1, 2, 3, 0]], 128, axis=1))
+    length = 512
+    q, k, v, g = drawn((2, length, 4, 64), (2, 2, length, 64), (2, 2, length, 64))
+    ids = np.repeat([[1, 1, 2, 2], [1, 2, 3, 0]], 128, axis=1)
     mask = causal_mask(ids)
     if window is not None:
         mask &= np.arange(length)[:, None] - np.arange(length) < window
@@ -120,17 +131,14 @@ def test_the_kernel_of_tpus_attends_over_devices(window):
 
     def spread(q, k, v):
         given = q[:, order], k[:, :, order], v[:, :, order]
-        segments = Segments(ids[:, order], window is not None)
+        segments = Segments(jnp.asarray(ids[:, order]), window is not None)
         axes = None, "context", "tensor"
         how = {"order": order, "placement": placement, "axes": axes, "interpret": True}
         return splash_over(model, *given, segments, **how)[:, np.argsort(order)]
 
-    def with_gradient(run):
-        return jax.jit(lambda q, k, v: (run(q, k, v), jax.vjp(run, q, k, v)[1](g * real)))
-
-    real = (np.asarray(ids) > 0)[:, :, None, None]
-    expected, gradients = with_gradient(lambda *x: attention(model, *x, mask))(q, k, v)
-    out, found = with_gradient(spread)(q, k, v)
+    real = (ids > 0)[:, :, None, None]
+    expected, gradients = with_gradient(lambda *x: attention(model, *x, mask), g * real)(q, k, v)
+    out, found = with_gradient(spread, g * real)(q, k, v)
     np.testing.assert_allclose(out * real, expected * real, atol=1e-5)
     for mine, other in zip(found, gradients, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
@@ -139,21 +147,15 @@ def test_the_kernel_of_tpus_attends_over_devices(window):
 def test_the_kernel_of_tpus_attends_to_what_is_in_front():
     """Interpreted: 256 queries after 128 keys in front of them, of which the first row has none."""
     model = dataclasses.replace(MODEL, head_dim=64, sliding_window=100)
-    rng = np.random.default_rng(0)
-    shapes = (2, 256, 4, 64), (2, 2, 384, 64), (2, 2, 384, 64)
-    q, k, v, g = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (*shapes, shapes[0]))
-    key_ids = jnp.asarray(np.repeat([[-1, 1, 1], [3, 3, 4]], 128, axis=1))
+    q, k, v, g = drawn((2, 256, 4, 64), (2, 2, 384, 64), (2, 2, 384, 64))
+    key_ids = np.repeat([[-1, 1, 1], [3, 3, 4]], 128, axis=1)
     ahead = np.arange(256)[:, None] + 128 - np.arange(384)
     mask = (ahead >= 0) & (ahead < 100) & (key_ids[:, 128:, None] == key_ids[:, None])
 
-    def with_gradient(run):
-        return jax.jit(lambda q, k, v: (run(q, k, v), jax.vjp(run, q, k, v)[1](g)))
-
-    expected, gradients = with_gradient(lambda *x: attention(model, *x, mask))(q, k, v)
-    near = functools.partial(
-        splash_near, model, ids=key_ids[:, 128:], key_ids=key_ids, interpret=True
-    )
-    out, found = with_gradient(near)(q, k, v)
+    expected, gradients = with_gradient(lambda *x: attention(model, *x, mask), g)(q, k, v)
+    ids, key_ids = jnp.asarray(key_ids[:, 128:]), jnp.asarray(key_ids)
+    near = functools.partial(splash_near, model, ids=ids, key_ids=key_ids, interpret=True)
+    out, found = with_gradient(near, g)(q, k, v)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     for mine, other in zip(found, gradients, strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-5)
@@ -187,9 +189,9 @@ def test_a_layer_that_slides_is_sent_what_its_window_holds(strategy):
 @pytest.mark.parametrize("strategy", ["gather", "ring"])
 def test_what_a_query_sees_is_not_kept_for_a_loop_of_layers(strategy):
     """It is the same in all of them: XLA would compute L^2 of it once, for every head."""
-    placement = Placement(make_mesh(context=8))
-    ints = jnp.zeros((1, 4096), jnp.int32)
-    q, k = jnp.zeros((1, 4096, 4, 8)), jnp.zeros((1, 2, 4096, 8))
+    placement = Placement(make_mesh(devices=jax.devices()[:2], context=2))
+    ints = jnp.zeros((1, 2048), jnp.int32)
+    q, k = jnp.zeros((1, 2048, 4, 8)), jnp.zeros((1, 2, 2048, 8))
     how = {"strategy": strategy, "kernel": "chunked", "placement": placement}
 
     @jax.checkpoint
@@ -211,7 +213,10 @@ MESHES = [
     (("context", 8),),
     (("context", 2), ("fsdp", 2), ("tensor", 2)),
 ]
-CUTS = [{"microbatch_rows": 4}, {"microbatch_rows": 4, "packed": True, "packed_length": 32}]
+CUTS = [
+    {"microbatch_rows": 4, "widths": (WIDTH,)},
+    {"microbatch_rows": 4, "packed": True, "packed_length": 32},
+]
 
 
 def devices_of(sizes):
@@ -282,7 +287,7 @@ def test_a_critic_scores_states_as_on_one_device():
     batch, critic = make_batch(), dataclasses.replace(MODEL, value_head="score")
     rows = one_per_row(batch.tokens, batch.lengths, batch.loss_mask)
     params = init_params(critic, 0)
-    (whole,) = state_values(critic, params, rows, dtype=jnp.float32)
+    (whole,) = jax.jit(functools.partial(state_values, critic, dtype=jnp.float32))(params, rows)
     placement = Placement(make_mesh(**{"context": 4, "fsdp": 2}))
     spread = jax.jit(
         functools.partial(state_values, critic, dtype=jnp.float32, placement=placement)

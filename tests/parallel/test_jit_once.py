@@ -62,9 +62,12 @@ def compiled():
 
 
 def test_a_second_equal_trainer_traces_and_compiles_nothing(tmp_path, compiled):
-    train(small(tmp_path / "first"))
+    """Of one step, with all that a run does but a second step."""
+    kinds = "max_training_steps", "eval_interval", "ckpt_interval", "hf_save_interval"
+    once = {f"trainer.{name}": 1 for name in kinds}
+    train(small(tmp_path / "first", **once))
     compiled.clear()
-    train(small(tmp_path / "second"))
+    train(small(tmp_path / "second", **once))
     assert compiled == []
     jax.jit(lambda x: x + 1)(1)
     assert compiled  # as it is called now

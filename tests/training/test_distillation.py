@@ -1,6 +1,7 @@
 """The divergence from a teacher through the real update, however a minibatch is cut and spread."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,27 @@ from tests.training.test_update import (
 TOP_K = 5
 
 
+def log_softmax(x):
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def hidden_states(model, params, tokens, lengths):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    return forward(model, params, tokens, positions, segments, dtype=jnp.float32, remat="none")
+
+
+def logits_of(model, params, tokens, lengths):
+    """[B, T-1, V], of all but the last place."""
+    return unembed(model, params, hidden_states(model, params, tokens, lengths)[:, :-1]) / 0.9
+
+
+def flattened(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(tree))])
+
+
 def taught(batch=None, rows=slice(None)):
     """A batch with a random teacher, whose words on `rows` alone are known."""
     batch = make_batch() if batch is None else batch
@@ -38,7 +60,7 @@ def taught(batch=None, rows=slice(None)):
     # of a token and those before it, as trees have it
     context = np.cumsum(np.asarray(batch.tokens), axis=1) - batch.tokens
     tables = rng.normal(0, 2, (1000, MODEL.vocab_size)).astype(np.float32)
-    log_p = np.asarray(jax.nn.log_softmax(tables[context % 1000]))
+    log_p = log_softmax(tables[context % 1000])
     ids = np.argsort(-log_p, axis=-1)[..., :TOP_K]
     events = np.take_along_axis(log_p, ids, -1)
     others = np.log(1 - np.exp(events).sum(-1, keepdims=True))
@@ -60,28 +82,27 @@ def algorithm(beta=0.5, alone=True, **settings):
     )
 
 
+@jax.jit
+@jax.value_and_grad
+def whole_divergence(params, batch, weights):
+    """0.7 sum w D of [B, T, V] logits."""
+    student = logits_of(MODEL, params, batch.tokens, batch.lengths)
+    student = event_log_probs(student, batch.teacher_ids[:, 1:])
+    divergence = generalized_jsd(student, batch.teacher_log_probs[:, 1:], 0.5)
+    return 0.7 * jnp.sum(jnp.where(weights[:, 1:] != 0, divergence * weights[:, 1:], 0))
+
+
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
 def test_the_gradient_is_that_of_all_logits(reduction):
     """Of 0.7 sum w D, written out with [B, T, V] logits; rows 0 and 2 have no teacher."""
     batch = taught(rows=[1, 3, 4, 5, 6, 7])
-    found, metrics = gradient(algorithm(), batch, reduction=reduction, microbatch_rows=4)
-    updater, params, _ = make_updater(algorithm(), microbatch_rows=4)
+    cut = {"microbatch_rows": 4, "widths": (WIDTH,)}
+    found, metrics = gradient(algorithm(), batch, reduction=reduction, **cut)
+    _, params, _ = make_updater(algorithm(), **cut)
     mask = batch.loss_mask * np.array([0, 1, 0, 1, 1, 1, 1, 1], np.float32)[:, None]
     weights = reduction_weights(jnp.asarray(mask), reduction)
-    positions = np.broadcast_to(np.arange(WIDTH), batch.tokens.shape)
-    segments = (positions < batch.lengths[:, None]).astype(np.int32)
-
-    def objective(params):
-        hidden = forward(
-            MODEL, params, batch.tokens, positions, segments, dtype=jnp.float32, remat="none"
-        )
-        logits = unembed(MODEL, params, hidden)[:, :-1] / 0.9
-        student = event_log_probs(logits, batch.teacher_ids[:, 1:])
-        divergence = generalized_jsd(student, batch.teacher_log_probs[:, 1:], 0.5)
-        return 0.7 * jnp.sum(jnp.where(mask[:, 1:] != 0, divergence, 0) * weights[:, 1:])
-
-    value, expected = jax.value_and_grad(objective)(params)
-    flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(expected))])
+    value, expected = whole_divergence(params, batch, weights)
+    flat = flattened(expected)
     np.testing.assert_allclose(found, flat, atol=1e-5 * np.abs(flat).max())
     assert metrics["teacher_divergence"] == pytest.approx(float(value) / 0.7, rel=1e-5)
     assert metrics["final_loss"] == pytest.approx(float(value), rel=1e-5)
@@ -92,7 +113,8 @@ WHOLE = {
     "8 devices": {"microbatch_rows": 8, "devices": 8},
     "packed": {"microbatch_rows": 1, "packed": True, "packed_length": 32},
     "trees": {"microbatch_rows": 8, "sharing": SHARING["on"]},
-    "vocabulary": {"microbatch_rows": 4, "devices": 4, "sizes": (("fsdp", 2), ("tensor", 2))},
+    "vocabulary": {"microbatch_rows": 4, "devices": 4, "sizes": (("fsdp", 2), ("tensor", 2))}
+    | {"widths": (24,)},
 }
 
 
@@ -104,73 +126,78 @@ def updated(settings, batch, params, teacher, cut):
     updater.forward_pass.teacher_head = head_of(teacher, params, placement or one)
     weights, _ = minibatch_weights(batch, settings, block_rows=8)
     grads, parts = updater.gradients(own, batch, jax.device_get(weights), jax.random.key(0))
-    flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(grads))])
-    return flat, merge_metrics(jax.device_get(parts))
+    return flattened(grads), merge_metrics(jax.device_get(parts))
+
+
+ALL_IDS = algorithm(beta=0.3)
+
+
+@functools.cache
+def of_all_ids(teacher):
+    """A batch with a teacher's states and its parameters, and 0.7 sum w D with its gradient.
+
+    They are written out with [B, T, V] logits.
+    """
+    params, batch = init_params(teacher, 5), branches()
+    states = np.asarray(hidden_states(teacher, params, batch.tokens, batch.lengths))
+    said = np.pad(states[:, :-1], ((0, 0), (1, 0), (0, 0))) * batch.loss_mask[..., None]
+    batch = with_teacher(batch, [said], MODEL.vocab_size)
+    weights = reduction_weights(jnp.asarray(batch.loss_mask), "token_mean")[:, 1:]
+
+    @jax.jit
+    @jax.value_and_grad
+    def objective(own):
+        log_p = unembed(teacher, params, states[:, :-1])[..., :32] / 0.9
+        log_q = logits_of(MODEL, own, batch.tokens, batch.lengths)
+        divergence = generalized_jsd(*(jax.nn.log_softmax(x) for x in (log_q, log_p)), 0.3)
+        return 0.7 * jnp.sum(jnp.where(weights != 0, divergence, 0) * weights)
+
+    value, expected = objective(init_params(MODEL, 0))
+    return batch, params, float(value), flattened(expected)
 
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("cut", WHOLE)
 def test_a_teacher_of_all_ids_tells_its_states(cut):
-    """Gradient of 0.7 sum w D over all ids: written out with [B, T, V] logits, and in all cuts.
+    """Gradient of 0.7 sum w D over all ids: written out, and in all cuts.
 
     The teacher is wider, and has two ids more than the policy but where the vocabulary is split.
     """
     teacher = dataclasses.replace(TEACHER, vocab_size=32) if cut == "vocabulary" else TEACHER
-    params, batch = init_params(teacher, 5), branches()
-    positions = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
-    segments = (positions < batch.lengths[:, None]).astype(np.int32)
-    given = batch.tokens, positions, segments
-    states = np.asarray(forward(teacher, params, *given, dtype=jnp.float32, remat="none"))
-    said = np.pad(states[:, :-1], ((0, 0), (1, 0), (0, 0))) * batch.loss_mask[..., None]
-    batch = with_teacher(batch, [said], MODEL.vocab_size)
-    settings = algorithm(beta=0.3)
-    found, metrics = updated(settings, batch, params, teacher, WHOLE[cut])
-    _, own, _ = make_updater(settings, microbatch_rows=8, teacher=teacher)
-    weights = reduction_weights(jnp.asarray(batch.loss_mask), "token_mean")
-    log_p = jax.nn.log_softmax(unembed(teacher, params, states[:, :-1])[..., :32] / 0.9)
-
-    def objective(own):
-        hidden = forward(MODEL, own, *given, dtype=jnp.float32, remat="none")
-        log_q = jax.nn.log_softmax(unembed(MODEL, own, hidden)[:, :-1] / 0.9)
-        divergence = generalized_jsd(log_q, log_p, 0.3)
-        sampled = batch.loss_mask[:, 1:] != 0
-        return 0.7 * jnp.sum(jnp.where(sampled, divergence, 0) * weights[:, 1:])
-
-    value, expected = jax.value_and_grad(objective)(own)
-    flat = np.concatenate([np.ravel(g) for g in jax.tree.leaves(jax.device_get(expected))])
-    np.testing.assert_allclose(found, flat, atol=1e-5 * np.abs(flat).max())
-    assert metrics["teacher_divergence"] == pytest.approx(float(value) / 0.7, rel=1e-5)
+    batch, params, value, expected = of_all_ids(teacher)
+    found, metrics = updated(ALL_IDS, batch, params, teacher, WHOLE[cut])
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    assert metrics["teacher_divergence"] == pytest.approx(value / 0.7, rel=1e-5)
 
 
-@pytest.mark.parametrize("packing", [{}, {"packed": True, "packed_length": 32}])
+@pytest.mark.parametrize("packing", [{"widths": (WIDTH,)}, {"packed": True, "packed_length": 32}])
 def test_states_are_those_that_the_head_reads(packing):
     batch = make_batch()
     updater, params, _ = make_updater(algorithm_with(), microbatch_rows=4, **packing)
     _, _, states = updater.forward_pass(params, batch, states=True)
-    positions = np.broadcast_to(np.arange(WIDTH), batch.tokens.shape)
-    segments = (positions < batch.lengths[:, None]).astype(np.int32)
-    given = batch.tokens, positions, segments
-    hidden = np.asarray(forward(MODEL, params, *given, dtype=jnp.float32, remat="none"))
+    hidden = np.asarray(hidden_states(MODEL, params, batch.tokens, batch.lengths))
     expected = hidden[:, :-1] * batch.loss_mask[:, 1:, None]
     np.testing.assert_allclose(states[:, 1:], expected, atol=1e-5)
     assert (states[:, 0] == 0).all()
 
 
-CUTS = {
-    "2 microbatches": {"microbatch_rows": 4},
+CUTS = {  # all rows have one width, so that a cut is one program
+    "2 microbatches": {"microbatch_rows": 4, "widths": (24,)},
     "packed": {"microbatch_rows": 1, "packed": True, "packed_length": 32},
     "8 devices": {"microbatch_rows": 8, "devices": 8},
-    "vocabulary": {"microbatch_rows": 4, "devices": 4, "sizes": (("fsdp", 2), ("tensor", 2))},
-    "context": {"microbatch_rows": 4, "devices": 2, "sizes": (("context", 2), ("fsdp", 1))},
+    "vocabulary": {"microbatch_rows": 4, "devices": 4, "sizes": (("fsdp", 2), ("tensor", 2))}
+    | {"widths": (24,)},
+    "context": {"microbatch_rows": 4, "devices": 2, "sizes": (("context", 2), ("fsdp", 1))}
+    | {"widths": (24,)},
 }
 
 
 @pytest.mark.some(3)
 @pytest.mark.parametrize("cut", CUTS)
 def test_no_cut_changes_the_gradient(cut):
-    settings = algorithm(alone=False)
-    expected, known = gradient(settings, taught(), microbatch_rows=ROWS)
-    found, metrics = gradient(settings, taught(), **CUTS[cut])
+    settings, batch = algorithm(alone=False), taught(branches())
+    expected, known = gradient(settings, batch, microbatch_rows=ROWS)
+    found, metrics = gradient(settings, batch, **CUTS[cut])
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
     assert metrics["teacher_divergence"] == pytest.approx(known["teacher_divergence"], rel=1e-5)
 
@@ -187,7 +214,7 @@ def test_a_loss_of_the_whole_minibatch_goes_along():
     """The divergence is one more output, whose cotangent is pulled back with the others."""
     settings = dataclasses.replace(algorithm(alone=False), top_entropy_quantile=0.5)
     whole, _ = gradient(settings, taught(), microbatch_rows=ROWS)
-    parts, _ = gradient(settings, taught(), microbatch_rows=2)
+    parts, _ = gradient(settings, taught(), microbatch_rows=2, widths=(WIDTH,))
     np.testing.assert_allclose(parts, whole, atol=1e-5 * np.abs(whole).max())
 
 
@@ -195,17 +222,13 @@ def test_a_loss_of_the_whole_minibatch_goes_along():
 def test_a_teacher_says_what_is_likeliest(sizes):
     """On one device, and with the vocabulary split over two."""
     batch, devices = make_batch(), 4 if sizes else 1
-    updater, params, _ = make_updater(
-        algorithm_with(), microbatch_rows=4, devices=devices, sizes=sizes
-    )
+    cut = {"microbatch_rows": 4, "devices": devices, "sizes": sizes, "widths": (WIDTH,)}
+    updater, params, _ = make_updater(algorithm_with(), **cut)
     _, _, ids, log_probs = updater.forward_pass(params, batch, top_k=TOP_K)
     assert ids.shape == (ROWS, WIDTH, TOP_K) and log_probs.shape == (ROWS, WIDTH, TOP_K + 1)
-    positions = np.broadcast_to(np.arange(WIDTH), batch.tokens.shape)
-    segments = (positions < batch.lengths[:, None]).astype(np.int32)
-    given = batch.tokens, positions, segments
     host = jax.device_get(params)
-    hidden = forward(MODEL, host, *given, dtype=jnp.float32, remat="none")
-    log_p = np.asarray(jax.nn.log_softmax(unembed(MODEL, host, hidden)[:, :-1] / 0.9))
+    logits = jax.jit(functools.partial(logits_of, MODEL))(host, batch.tokens, batch.lengths)
+    log_p = log_softmax(np.asarray(logits))
     sampled = batch.loss_mask[:, 1:] != 0
     expected = -np.sort(-log_p)[..., :TOP_K]
     np.testing.assert_allclose(log_probs[:, 1:, :TOP_K][sampled], expected[sampled], atol=1e-5)

@@ -1,5 +1,6 @@
 """Exact gradients: of a minibatch the same bits, however it is cut and wherever it is computed."""
 
+import dataclasses
 import functools
 
 import jax
@@ -88,16 +89,18 @@ def differing(found, expected):
 
 
 @functools.cache
-def expected(kind, dtype, parts=1):
-    return gradient(KINDS[kind], 1, one_device(), dtype, parts)
+def expected(model, dtype, parts=1):
+    return gradient(model, 1, one_device(), dtype, parts)
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["plain", "head apart"])
 @pytest.mark.parametrize("microbatch", [2, 4, 8])
 def test_no_cut_into_microbatches_changes_a_bit(kind, microbatch):
-    found = gradient(KINDS[kind], microbatch, one_device(), jnp.float32)
-    assert differing(found, expected(kind, jnp.float32)) == 0
+    """Of one layer, of which the programs take half as long to compile; the others have more."""
+    model = dataclasses.replace(KINDS[kind], num_layers=1)
+    found = gradient(model, microbatch, one_device(), jnp.float32)
+    assert differing(found, expected(model, jnp.float32)) == 0
 
 
 @pytest.mark.slow
@@ -105,16 +108,16 @@ def test_no_cut_into_microbatches_changes_a_bit(kind, microbatch):
 def test_nor_do_devices(rows, tensor):
     mesh = make_mesh(fsdp=rows, tensor=tensor, devices=jax.devices()[: rows * tensor])
     found = gradient(MODEL, 8, mesh, jnp.bfloat16, parts=2)
-    assert differing(found, expected("plain", jnp.bfloat16, parts=2)) == 0
+    assert differing(found, expected(MODEL, jnp.bfloat16, parts=2)) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["windows and caps", "sinks and biases", "gate and norms", "experts"]
+    "kind", ["plain", "windows and caps", "sinks and biases", "gate and norms", "experts"]
 )
 def test_in_models_of_all_kinds(kind):
     found = gradient(KINDS[kind], 4, one_device(), jnp.bfloat16)
-    assert differing(found, expected(kind, jnp.bfloat16)) == 0
+    assert differing(found, expected(KINDS[kind], jnp.bfloat16)) == 0
 
 
 @pytest.mark.slow

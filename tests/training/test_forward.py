@@ -32,8 +32,8 @@ TIED = TransformerConfig(
 UNTIED = TransformerConfig(**{**vars(TIED), "tie_embeddings": False})
 
 
-@pytest.fixture(name="rows")
-def rows_fixture():
+@functools.cache
+def drawn():
     """Tokens, lengths, a mask with holes (two turns) and an empty row, and cotangents."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 61, (ROWS, WIDTH))
@@ -42,6 +42,11 @@ def rows_fixture():
     mask[0, 6:9] = False
     mask[6] = False
     return tokens, lengths, mask.astype(np.float32), rng.normal(size=(2, ROWS, WIDTH))
+
+
+@pytest.fixture(name="rows")
+def rows_fixture():
+    return drawn()
 
 
 def whole(config, params, tokens, lengths, mask, keep=True):
@@ -71,12 +76,55 @@ def weighted(function, cotangents):
     return total
 
 
+def kept_ids():
+    """Five of each place, some of which are none, and of some places no list at all."""
+    kept = np.random.default_rng(1).integers(-1, 61, (ROWS, WIDTH, 5))
+    kept[..., 0] = drawn()[0]  # what was drawn is among them
+    kept[:, 5::3] = -1
+    return kept
+
+
+@functools.cache
+def of_all_logits(config, tokens_times=1, tokens_plus=0, kept=False):
+    """Log-probs, entropies, and the gradient of `weighted`."""
+    tokens, lengths, mask, cotangents = drawn()
+    keep = np.ones((ROWS, WIDTH, config.vocab_size), bool)
+    for b, t in np.ndindex(ROWS, WIDTH) if kept else ():
+        ids = kept_ids()[b, t]
+        keep[b, t] = ids.max() < 0
+        keep[b, t, ids[ids >= 0]] = True
+
+    def theirs(params):
+        ids = tokens * tokens_times + tokens_plus
+        return whole(config, params, ids, lengths, mask, keep[:, 1:])
+
+    both = jax.jit(lambda params: (theirs(params), jax.grad(weighted(theirs, cotangents))(params)))
+    return jax.device_get(both(init_params(config, 0)))
+
+
+def assert_as_of_all_logits(ours, config, atol, **which):
+    params = init_params(config, 0)
+    expected, expected_gradient = of_all_logits(config, **which)
+    for found, theirs in zip(jax.jit(ours)(params), expected, strict=True):
+        np.testing.assert_allclose(found, theirs, rtol=0, atol=atol)
+        assert np.abs(theirs).max() > 1
+    found = jax.jit(jax.grad(weighted(ours, drawn()[-1])))(params)
+    assert_close(found, expected_gradient)
+
+
+def assert_close(found, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
+        found,
+        expected,
+    )
+
+
 @pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("chunk_tokens", [1, 40, 10_000], ids=["1 column", "5 columns", "all"])
 def test_values_and_gradients_are_those_of_all_logits(monkeypatch, rows, config, chunk_tokens):
     monkeypatch.setattr(jaxrl.training.forward, "CPU_CHUNK_TOKENS", chunk_tokens)
-    tokens, lengths, mask, cotangents = rows
-    params = init_params(config, 0)
+    tokens, lengths, mask, _ = rows
     chunked = functools.partial(
         log_probs_and_entropy,
         config,
@@ -84,17 +132,7 @@ def test_values_and_gradients_are_those_of_all_logits(monkeypatch, rows, config,
         temperature=TEMPERATURE,
         dtype=jnp.float32,
     )
-    expected = functools.partial(whole, config, tokens=tokens, lengths=lengths, mask=mask)
-    for ours, theirs in zip(jax.jit(chunked)(params), jax.jit(expected)(params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
-        assert np.abs(theirs).max() > 1
-    ours = jax.jit(jax.grad(weighted(chunked, cotangents)))(params)
-    theirs = jax.jit(jax.grad(weighted(expected, cotangents)))(params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
-        ours,
-        theirs,
-    )
+    assert_as_of_all_logits(chunked, config, 2e-6)
 
 
 @pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
@@ -124,8 +162,7 @@ SPLIT = {"data": 2, "fsdp": 2, "tensor": 2}
 )
 def test_kernels_give_the_same_on_any_mesh(kernel, rows, config, mesh):
     """The rows want 12, 12, 8, 5, 3, 1, 0 and 0 tokens, less 3: on eight devices two want none."""
-    tokens, lengths, mask, cotangents = rows
-    params = init_params(config, 0)
+    tokens, lengths, mask, _ = rows
     ours = functools.partial(
         log_probs_and_entropy,
         config,
@@ -135,15 +172,7 @@ def test_kernels_give_the_same_on_any_mesh(kernel, rows, config, mesh):
         head_kernel=kernel,
         placement=mesh and Placement(make_mesh(**mesh)),
     )
-    theirs = functools.partial(whole, config, tokens=tokens, lengths=lengths, mask=mask)
-    for found, expected in zip(jax.jit(ours)(params), jax.jit(theirs)(params), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    found, expected = (jax.jit(jax.grad(weighted(f, cotangents)))(params) for f in (ours, theirs))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
-        found,
-        expected,
-    )
+    assert_as_of_all_logits(ours, config, 1e-5)
 
 
 WIDE = TransformerConfig(**{**vars(TIED), "vocab_size": 512})
@@ -158,11 +187,10 @@ def test_devices_that_share_the_vocabulary_give_the_same(kernel, rows, config, m
 
     By "tiles" a block of 24 has 3, 12 or 6 tokens of a device: four, two and two trips for all.
     """
-    tokens, lengths, mask, cotangents = rows
+    tokens, lengths, mask, _ = rows
     tokens, placement = tokens * 8 + 7, Placement(make_mesh(**mesh))  # ids of all devices
     on_device = ROWS * (WIDTH - 1) // placement.size(("data", "fsdp"))
     assert shared_axes(config, placement, kernel, jnp.float32, on_device) == ("fsdp",)
-    params = init_params(config, 0)
     ours = functools.partial(
         log_probs_and_entropy,
         config,
@@ -172,16 +200,7 @@ def test_devices_that_share_the_vocabulary_give_the_same(kernel, rows, config, m
         head_kernel=kernel,
         placement=placement,
     )
-    theirs = functools.partial(whole, config, tokens=tokens, lengths=lengths, mask=mask)
-    for found, expected in zip(jax.jit(ours)(params), jax.jit(theirs)(params), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    gradient = jax.jit(jax.grad(weighted(ours, cotangents))).lower(params).compile()
-    found, expected = gradient(params), jax.jit(jax.grad(weighted(theirs, cotangents)))(params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
-        found,
-        expected,
-    )
+    assert_as_of_all_logits(ours, config, 1e-5, tokens_times=8, tokens_plus=7)
 
 
 def head_program(config, tokens):
@@ -240,24 +259,24 @@ def test_the_vocabulary_is_shared_where_less_is_sent(vocabulary, fsdp, tensor, t
     assert found == (("fsdp",) if shared else ())
 
 
+@functools.cache
+def log_probs_alone(kernel):
+    settings = {"temperature": TEMPERATURE, "dtype": jnp.float32, "with_entropy": False}
+    settings |= {"head_kernel": kernel} if kernel else {}
+    return jax.jit(functools.partial(log_probs_and_entropy, TIED, **settings))
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_entropy_of_kernels_can_be_left_out(kernel, rows, used):
     tokens, lengths, mask, _ = rows
-    log_probs, entropies = log_probs_and_entropy(
-        TIED,
-        init_params(TIED, 0),
-        one_per_row(tokens, lengths, mask * used),  # nothing is wanted: zeros, not NaN
-        temperature=TEMPERATURE,
-        dtype=jnp.float32,
-        head_kernel=kernel,
-        with_entropy=False,
-    )
+    run = log_probs_alone(kernel)
+    # of those that are not used nothing is wanted: zeros, not NaN
+    log_probs, entropies = run(init_params(TIED, 0), one_per_row(tokens, lengths, mask * used))
     assert not np.any(entropies) and np.any(log_probs) == used and np.all(np.isfinite(log_probs))
 
 
 def test_rows_on_eight_devices_give_the_same(rows):
     tokens, lengths, mask, cotangents = rows
-    params = init_params(TIED, 0)
 
     @jax.jit
     def gradient(params, rows):
@@ -271,32 +290,30 @@ def test_rows_on_eight_devices_give_the_same(rows):
         return jax.grad(weighted(call, cotangents))(params)
 
     given = one_per_row(tokens, lengths, mask)
-    alone = gradient(params, given)
     spread = jax.device_put(given, batch_sharding(make_mesh(), ShardingRules()))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
-        gradient(params, spread),
-        alone,
-    )
+    assert_close(gradient(init_params(TIED, 0), spread), of_all_logits(TIED)[1])
 
 
 def test_only_kept_ids_count():
     """logits [1, 2, 3, 4] of ids 0 to 3; of three places, one keeps 0 and 2, one all, one 3."""
     logits = np.tile(np.float32([1, 2, 3, 4]), (1, 3, 1))
     kept = np.int32([[[0, 2], [-1, -1], [3, -1]]])
-    left = keep_only(logits, kept)
-    log_probs = token_log_probs(left, np.int32([[0, 3, 3]]))
+
+    def log_probs_of(x):
+        return token_log_probs(keep_only(x, kept), np.int32([[0, 3, 3]]))
+
+    log_probs, entropies = jax.jit(lambda x: (log_probs_of(x), entropy(keep_only(x, kept))))(logits)
     e = np.exp([1.0, 2.0, 3.0, 4.0])
     expected = [1 - np.log(e[0] + e[2]), 4 - np.log(e.sum()), 0.0]
     np.testing.assert_allclose(log_probs[0], expected, rtol=1e-6)
     # of two outcomes e and e^3: p = 1 / (1 + e^2)
     p = 1 / (1 + np.exp(2.0))
-    entropies = entropy(left)[0]
+    entropies = np.asarray(entropies)[0]
     assert entropies[0] == pytest.approx(-p * np.log(p) - (1 - p) * np.log(1 - p), rel=1e-6)
     assert entropies[2] == 0
-    gradient = jax.grad(lambda x: token_log_probs(keep_only(x, kept), np.int32([[0, 3, 3]])).sum())
+    gradient = jax.jit(jax.grad(lambda x: log_probs_of(x).sum()))
     # d log p_0 = 1 - p at 0, -(1 - p) at 2, nothing elsewhere; the third place is certain
-    found = gradient(logits)[0]
+    found = np.asarray(gradient(logits))[0]
     np.testing.assert_allclose(found[0], [1 - p, 0, p - 1, 0], rtol=1e-6)
     np.testing.assert_allclose(found[2], 0, atol=0)
 
@@ -304,44 +321,19 @@ def test_only_kept_ids_count():
 @pytest.mark.parametrize("chunk_tokens", [1, 10_000])
 def test_kept_ids_go_through_the_chunks(monkeypatch, rows, chunk_tokens):
     monkeypatch.setattr(jaxrl.training.forward, "CPU_CHUNK_TOKENS", chunk_tokens)
-    tokens, lengths, mask, cotangents = rows
-    rng = np.random.default_rng(1)
-    kept = rng.integers(-1, 61, (ROWS, WIDTH, 5))
-    kept[..., 0] = tokens  # what was drawn is among them
-    kept[:, 5::3] = -1
+    tokens, lengths, mask, _ = rows
 
     def ours(params):
-        given = one_per_row(tokens, lengths, mask, {"kept": kept})
+        given = one_per_row(tokens, lengths, mask, {"kept": kept_ids()})
         return log_probs_and_entropy(
             TIED, params, given, temperature=TEMPERATURE, dtype=jnp.float32
         )
 
-    def theirs(params):
-        keep = np.zeros((ROWS, WIDTH, 61), bool)
-        for b, t in np.ndindex(ROWS, WIDTH):
-            ids = kept[b, t][kept[b, t] >= 0]
-            keep[b, t, ids if len(ids) else slice(None)] = True
-        return whole(TIED, params, tokens, lengths, mask, keep[:, 1:])
-
-    params = init_params(TIED, 0)
-    for found, expected in zip(jax.jit(ours)(params), jax.jit(theirs)(params), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
-    found, expected = (jax.jit(jax.grad(weighted(f, cotangents)))(params) for f in (ours, theirs))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()),
-        found,
-        expected,
-    )
+    assert_as_of_all_logits(ours, TIED, 2e-6, kept=True)
 
 
 def test_without_entropy_it_is_zero(rows):
     tokens, lengths, mask, _ = rows
-    log_probs, entropies = log_probs_and_entropy(
-        TIED,
-        init_params(TIED, 0),
-        one_per_row(tokens, lengths, mask),
-        temperature=TEMPERATURE,
-        dtype=jnp.float32,
-        with_entropy=False,
-    )
+    run = log_probs_alone(None)
+    log_probs, entropies = run(init_params(TIED, 0), one_per_row(tokens, lengths, mask))
     assert not np.any(entropies) and np.any(log_probs)

@@ -22,11 +22,14 @@ from jaxrl.rollout.generator import checked_output
 from jaxrl.training.forward import log_probs_and_entropy
 from jaxrl.training.routes import routes_of_model
 from jaxrl.types import Trajectory
+from tests.training.test_loads import load_sums
 from tests.training.test_router_losses import MIXED
 from tests.training.test_update import ROWS, algorithm_with, assert_same, gradient, make_batch
 
 EXPERTS = MIXED.experts
 SETTINGS = {"temperature": 1.0, "dtype": jnp.float32}
+REPLAYED = algorithm_with(router_z_loss_coef=0.02)
+REPLAY = {"model": MIXED, "replay": "forward"}
 
 
 def with_routes(batch, seed=0):
@@ -98,20 +101,26 @@ def test_weights_of_replayed_experts_are_computed_and_differentiated():
 @pytest.mark.parametrize(
     "cut",
     [
-        {"microbatch_rows": 3},
+        {"microbatch_rows": 3, "widths": (16,)},
         {"microbatch_rows": 1, "packed": True, "packed_length": 32},
         {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2), ("expert", 4))},
     ],
     ids=["microbatches", "packed", "mesh"],
 )
 def test_no_cut_changes_the_gradient(cut):
-    algorithm, batch = algorithm_with(router_z_loss_coef=0.02), with_routes(make_batch())
-    given = {"model": MIXED, "replay": "forward"}
-    whole = gradient(algorithm, batch, microbatch_rows=ROWS, **given)
-    assert_same(gradient(algorithm, batch, **given, **cut), whole)
+    batch = with_routes(make_batch())
+    whole = gradient(REPLAYED, batch, microbatch_rows=ROWS, **REPLAY)
+    assert_same(gradient(REPLAYED, batch, **REPLAY, **cut), whole)
     assert 0.2 < whole[1]["router_differs"] < 0.8
-    free = gradient(algorithm, batch.replace(routes=None), model=MIXED, microbatch_rows=ROWS)
-    assert np.linalg.norm(whole[0] - free[0]) > 1e-2 * np.linalg.norm(free[0])
+    other = gradient(REPLAYED, with_routes(make_batch(), 1), microbatch_rows=ROWS, **REPLAY)
+    assert np.linalg.norm(whole[0] - other[0]) > 1e-2 * np.linalg.norm(other[0])
+
+
+def test_ids_that_no_expert_has_are_counted_as_dropped():
+    batch = with_routes(make_batch())
+    batch.routes[0, 3, 0, 1] = 17
+    sums = load_sums(REPLAYED, batch, microbatch_rows=ROWS, replay="forward")
+    assert sums["sent"] - sums["tokens"].sum() == 1
 
 
 @pytest.mark.slow  # experts over a mesh: test_meshes.py; their adapters: test_lora.py

@@ -29,6 +29,7 @@ from jaxrl.parallel import (
     param_shardings,
     replicated,
 )
+from jaxrl.parallel.jit_once import Bound
 from jaxrl.registry import PolicyLossRegistry
 from jaxrl.training.build import observed_of_routers
 from jaxrl.training.forward import log_probs_and_entropy
@@ -125,16 +126,17 @@ def make_updater(
     shardings = param_shardings(
         mesh, logical_axes(trained), abstract_params(trained), placement.rules
     )
-    params = init_params(model, 0)
+    params = jax.device_get(init_params(model, 0))  # cut up on the host: no programs
     base = param_shardings(mesh, logical_axes(model), params, placement.rules)
     params = jax.device_put(params, base)
     if lora is not None:
-        params = attach(lora, params, jax.device_put(random_adapters(lora), shardings))
+        drawn = jax.device_get(random_adapters(lora))
+        params = attach(lora, params, jax.device_put(drawn, shardings))
     schedule = make_schedule("constant", lr=1e-2, num_warmup_steps=0, total_steps=10)
     optimizer = make_optimizer(
         schedule, adam_betas=(0.9, 0.99), weight_decay=0.0, max_grad_norm=1.0
     )
-    forward = functools.partial(
+    forward = Bound(  # equal ones are one program, of whichever updater
         log_probs_and_entropy,
         model,
         temperature=0.9,
@@ -173,6 +175,7 @@ def make_updater(
     return updater, params, state
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def random_adapters(lora):
     """Adapters whose B is not 0."""
     keys = iter(jax.random.split(jax.random.key(3), 100))
@@ -224,8 +227,10 @@ def algorithm_with(**changes):
 def test_gradient_does_not_depend_on_microbatches():
     algorithm, batch = algorithm_with(), make_batch()
     whole = gradient(algorithm, batch, microbatch_rows=ROWS)
-    for rows in (4, 3, 1):  # 3: the last microbatch is filled with empty rows
-        assert_same(gradient(algorithm, batch, microbatch_rows=rows), whole)
+    cuts = [{"microbatch_rows": 3}]  # of three widths; the last is filled with empty rows
+    cuts += [{"microbatch_rows": 1, "widths": (WIDTH,)}]  # of one: fewer programs
+    for cut in cuts:
+        assert_same(gradient(algorithm, batch, **cut), whole)
 
 
 PACKINGS = [
@@ -264,12 +269,13 @@ def test_packed_log_probs_are_those_of_padded_rows():
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gradient_does_not_depend_on_padding(reduction):
-    algorithm, options = algorithm_with(), {"reduction": reduction, "microbatch_rows": 4}
+    algorithm, options = algorithm_with(), {"reduction": reduction, "microbatch_rows": 3}
     whole = gradient(algorithm, make_batch(), **options)
     assert_same(gradient(algorithm, make_batch(width=40), **options), whole)
 
 
-@pytest.mark.parametrize(("devices", "fsdp"), [(8, -1), (8, 2), (4, 1)])
+@pytest.mark.some(1)  # tests/parallel/test_meshes.py has one of each kind
+@pytest.mark.parametrize(("devices", "fsdp"), [(8, 2), (8, -1), (4, 1)])
 def test_gradient_does_not_depend_on_the_mesh(devices, fsdp):
     algorithm, batch = algorithm_with(), make_batch()
     whole = gradient(algorithm, batch, microbatch_rows=ROWS)
@@ -284,10 +290,13 @@ def test_the_gradient_of_each_term_depends_on_no_cut(term):
     all_terms, _ = gradient(algorithm, batch, microbatch_rows=ROWS)
     assert np.abs(whole[0] - all_terms).max() > 1e-4  # the others are there
     cuts = [{"packed": True, **cut} for cut in PACKINGS]
-    cuts += [{"microbatch_rows": 3}, {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2),)}]
+    cuts += [{"microbatch_rows": 3}, SPREAD]
     for cut in cuts:
         assert_same(gradient(algorithm, batch, term=term, **cut), whole)
-    assert_same(gradient(algorithm, make_batch(width=40), term=term, microbatch_rows=4), whole)
+    assert_same(gradient(algorithm, make_batch(width=40), term=term, microbatch_rows=3), whole)
+
+
+SPREAD = {"microbatch_rows": 8, "devices": 8, "sizes": (("fsdp", 2),)}
 
 
 def assert_placed_like(tree, params):
@@ -296,13 +305,13 @@ def assert_placed_like(tree, params):
 
 
 def test_gradients_start_where_the_parameters_are():
-    updater, params, _ = make_updater(algorithm_with(), microbatch_rows=8, devices=8)
+    updater, params, _ = make_updater(algorithm_with(), **SPREAD)
     assert not params["layers"]["wq"].sharding.is_fully_replicated
     assert_placed_like(updater.zeros(params), params)
 
 
 def test_an_update_leaves_parameters_and_moments_where_they_were():
-    updater, params, fresh_state = make_updater(algorithm_with(), microbatch_rows=8, devices=8)
+    updater, params, fresh_state = make_updater(algorithm_with(), **SPREAD)
     state, _, _ = update(updater, fresh_state(), make_batch())
     assert_placed_like(state.params, params)
     assert_placed_like(optax.tree_utils.tree_get(state.opt_state, "mu"), params)
@@ -315,15 +324,13 @@ def scalar_loss(log_probs, old_log_probs, advantages, config, loss_mask=None):
     return jnp.square(mean) - mean, 0.25
 
 
-@pytest.mark.parametrize("microbatch_rows", [ROWS, 4])
-def test_without_old_log_probs_they_are_those_of_the_update_itself(microbatch_rows):
+def test_without_old_log_probs_they_are_those_of_the_update_itself():
     algorithm, batch = algorithm_with(), make_batch()
-    updater, params, _ = make_updater(algorithm, microbatch_rows=microbatch_rows)
-    old, _ = updater.forward_pass(params, batch, microbatching=Microbatching(rows=3, total=ROWS))
-    told = gradient(algorithm, batch.replace(old_log_probs=old), microbatch_rows=microbatch_rows)
-    grad, metrics = gradient(
-        algorithm, batch.replace(old_log_probs=None), microbatch_rows=microbatch_rows
-    )
+    cut = {"microbatch_rows": 3, "widths": (WIDTH,)}
+    updater, params, _ = make_updater(algorithm, **cut)
+    old, _ = updater.forward_pass(params, batch, microbatching=Microbatching(rows=4, total=ROWS))
+    told = gradient(algorithm, batch.replace(old_log_probs=old), **cut)
+    grad, metrics = gradient(algorithm, batch.replace(old_log_probs=None), **cut)
     difference = np.abs(old - batch.rollout_log_probs)[batch.loss_mask > 0]
     name = "rollout_train_logprobs_abs_diff"
     assert metrics.pop(f"{name}_mean") == pytest.approx(difference.mean(), rel=1e-5)
@@ -353,12 +360,12 @@ def test_a_loss_gets_the_keywords_it_names_and_its_own_hyperparameters():
 
     PolicyLossRegistry.register("nosy_for_test", nosy)
     try:
-        batch = make_batch()
+        batch = make_batch(lengths=(8, 7, 6, 8, 7, 5, 8, 6))
         algorithm = algorithm_with(
             policy_loss_type="nosy_for_test", policy_loss_kwargs={"beta": 0.5}
         )
         _, metrics = gradient(algorithm, batch, microbatch_rows=2)
-        # the last microbatch has the two shortest rows, cut to their bucket of 8 tokens
+        # microbatches of two of 16 places, cut to the bucket of 8 tokens
         assert seen == {"key": (), "group_ids": (2,), "entropy": (2, 8), "beta": 0.5}
         assert metrics["loss_metrics/size_max"] == pytest.approx(-metrics["loss_metrics/size_min"])
         typo = algorithm_with(policy_loss_type="nosy_for_test", policy_loss_kwargs={"bta": 0.5})
@@ -383,7 +390,7 @@ def test_a_loss_of_the_wrong_shape_is_an_error():
 
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_count():
     algorithm, batch = algorithm_with(), make_batch()
-    updater, _, fresh_state = make_updater(algorithm, microbatch_rows=4)
+    updater, _, fresh_state = make_updater(algorithm, microbatch_rows=3)
     state, _, _ = update(updater, fresh_state(), batch)
     before = jax.device_get(state)
     poisoned = batch.replace(advantages=np.where(batch.loss_mask > 0, np.nan, 0))
