@@ -22,6 +22,7 @@ from jaxrl.models.peft_format import load_adapter
 from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
+from tests.rollout.test_native import reserve
 
 SETTINGS = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
@@ -32,7 +33,10 @@ SETTINGS = (
 @functools.cache
 def engine_of(config, number):
     """One for each server of a test; kept, because it holds the compiled functions."""
-    return NativeEngine(config, make_mesh(devices=jax.devices()[:1]), max_num_seqs=16, shrink=False)
+    one = make_mesh(devices=jax.devices()[:1])
+    engine = NativeEngine(config, one, max_num_seqs=16, steps_per_dispatch=8, shrink=False)
+    reserve(engine)
+    return engine
 
 
 class HttpThread:

@@ -18,12 +18,17 @@ STEPS = 8  # of a block
 
 def pair(slots=4, **options):
     """An engine that fetches each block before the next, and one that does not."""
-    options = {"shrink": False, "max_model_len": 96, **options}
+    options = {"max_model_len": 96, **options}
     return make(slots, **options), make(slots, ahead=True, **options)
 
 
 def words(tokens):
     return " ".join(map(str, tokens))
+
+
+# of requests that ask for more: blocks with one of them are of one program, all others of another
+MORE = {"logprobs": 2, "raw_log_probs": True, "stop_token_ids": tuple(range(40, 56))}
+MORE |= {"top_k": 3, "repetition_penalty": 1.4}
 
 
 def demands():
@@ -36,9 +41,15 @@ def demands():
         request(keys=(1,), **stop),  # found within the second block, drawn on in the third
         request(PROMPT[:7], (6, 7), max_tokens=8),  # ends with a block
         request(PROMPT[:9], (8, 9), max_tokens=9),
-        request(PROMPT[:5], (10,), repetition_penalty=1.4, max_tokens=25),
-        request(PROMPT[:4], (11,), top_k=3, logprobs=2, raw_log_probs=True, max_tokens=21),
-        request(PROMPT[:3], (12,), min_tokens=12, stop_token_ids=tuple(range(16)), max_tokens=20),
+        request(PROMPT[:5], (10,), **{**MORE, "top_k": 30}, max_tokens=25),
+        request(PROMPT[:4], (11,), **{**MORE, "repetition_penalty": 0.9}, max_tokens=21),
+        request(
+            PROMPT[:3],
+            (12,),
+            min_tokens=12,
+            **{**MORE, "top_k": 31, "stop_token_ids": tuple(range(16))},
+            max_tokens=20,
+        ),
     ]
 
 
@@ -62,13 +73,13 @@ def test_a_penalty_sees_what_a_block_under_way_draws():
 def test_a_longer_request_may_lengthen_the_cache_meanwhile():
     completions = []
     for ahead in (False, True):
-        engine = make(3, ahead=ahead)
+        engine = make(ahead=ahead, room=0)
         turn = by_hand(engine)
         settings = {"repetition_penalty": 5.0, "max_tokens": 20}
         first = engine.submit([request(PROMPT[:9], **settings)])[0][0]
         turn()
         before = engine.programs.length
-        later = engine.submit([request([*PROMPT, *PROMPT], (2,), **settings)])[0][0]
+        later = engine.submit([request([*PROMPT, *PROMPT[:20]], (2,), **settings)])[0][0]
         assert engine.programs.length > before
         for _ in range(6):
             turn()
@@ -98,7 +109,7 @@ def test_a_cancelled_sample_leaves_its_slot_to_another():
     gone.cancel()
     for _ in range(5):
         turn()
-    alone = flat(shared(shrink=False).generate([request(keys=(2,), max_tokens=20)]))[0]
+    alone = flat(shared().generate([request(keys=(2,), max_tokens=20)]))[0]
     assert kept.result(timeout=0).tokens == alone.tokens
     assert engine.decoded_tokens == 20  # none of the first were taken for the second's
 
@@ -180,5 +191,5 @@ def test_the_device_does_not_wait_for_the_host():
 
 def test_of_a_cpu_each_block_is_fetched_before_the_next():
     assert not make().programs.ahead
-    assert make(platform="tpu").programs.ahead
-    assert np.array_equal(make(platform="tpu", shrink=True).programs.sizes(), [4])
+    assert make(platform="tpu", room=0).programs.ahead
+    assert np.array_equal(make(platform="tpu", shrink=True, room=0).programs.sizes(), [4])

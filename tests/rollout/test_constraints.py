@@ -16,7 +16,7 @@ from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.recompute import RecomputeEngine
 from jaxrl.rollout.protocol import Request
 from tests.models.test_exact import MODEL as EXACT_MODEL
-from tests.rollout.test_engine import PROMPT, make, request, scores, watched
+from tests.rollout.test_engine import PROMPT, SMALL, make, request, scores, watched
 from tests.rollout.test_native import LLAMA, flat
 
 STOP, VOCAB = 31, 32
@@ -110,7 +110,7 @@ def test_filters_choose_among_those_that_are_allowed():
 
 
 def test_neighbours_have_the_same_bits_and_blocks_are_long_again_behind_it():
-    engine = make(shrink=False)
+    engine = make()
     seen = watched(engine)
     plain = [request(keys=(1, 2), temperature=0.9), request(keys=(3,), temperature=0.0)]
     alone = flat(engine.generate(plain))
@@ -144,40 +144,39 @@ def test_wherever_it_runs(options):
         constrained(keys=(4,), temperature=0.0),
         request(PROMPT[:2] * 4, keys=(7,), temperature=0.0, max_tokens=30),
     ]
-    expected = flat(make(3).generate(asks))
-    found = flat(make(3, **options).generate(asks))
+    expected = flat(make().generate(asks))
+    found = flat(make(**options).generate(asks))
     for one, other in zip(found, expected, strict=True):
         assert (one.tokens, one.stop_reason) == (other.tokens, other.stop_reason)
         np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-4)
 
 
 def test_rows_that_make_room_for_others_know_where_they_are(monkeypatch):
-    """Four rows of up to 190 tokens, three pages each, where there are five pages."""
+    """Four rows of up to 90 tokens, six pages each, where there are eight pages."""
+    monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
+    monkeypatch.setattr("jaxrl.rollout.native.engine.pages_that_fit", lambda *_, **__: 8)
     asks = [
-        constrained(keys=(n,), prompt=PROMPT[n:], max_tokens=150, constrain=Long) for n in range(3)
+        constrained(keys=(n,), prompt=PROMPT[n:], max_tokens=50, constrain=Long) for n in range(3)
     ]
-    asks += [request(PROMPT[3:], keys=(8,), max_tokens=150)]
-    engines = []
-    for pages in (12, 5):
-        monkeypatch.setattr(
-            "jaxrl.rollout.native.engine.pages_that_fit", lambda *_, n=pages, **__: n
-        )
-        engines.append(make(4, max_model_len=200, shrink=False))
-    roomy, tight = (flat(engine.generate(asks)) for engine in engines)
-    assert drawn(tight) == drawn(roomy)
-    assert (engines[0].suspended, engines[1].suspended > 0) == (0, True)
-    for completion in tight[:3]:
+    asks += [request(PROMPT[3:], keys=(8,), max_tokens=50)]
+    engine = make(max_model_len=96)
+    alone = flat([engine.generate([ask])[0] for ask in asks])
+    assert not engine.suspended
+    together = flat(engine.generate(asks))
+    assert engine.suspended
+    assert drawn(together) == drawn(alone)
+    for completion in together[:3]:
         assert set(completion.tokens) <= set(EVEN)
 
 
 def test_one_that_fails_ends_alone():
-    engine, broken = make(shrink=False), constrained(constrain=Broken, prompt=PROMPT[:9])
+    engine, broken = make(), constrained(constrain=Broken, prompt=PROMPT[:9])
     (failed,), (other,) = engine.submit([broken, request(keys=(2,))])
     with pytest.raises(KeyError, match="it knows no more"):
         failed.result()
-    assert drawn([other.result()]) == drawn(flat(make(shrink=False).generate([request(keys=(2,))])))
+    assert drawn([other.result()]) == drawn(flat(make().generate([request(keys=(2,))])))
     assert drawn(flat(engine.generate([constrained()]))) == drawn(
-        flat(make(shrink=False).generate([constrained()]))
+        flat(make().generate([constrained()]))
     )
 
 

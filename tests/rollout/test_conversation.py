@@ -26,6 +26,7 @@ from jaxrl.rollout.protocol import Completion, Request, Sampling
 from jaxrl.types import Prompt
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.scripted import ScriptedEngine, converse, make_prompt
+from tests.rollout.test_native import reserve
 
 FOLDER = Path(__file__).parent.parent.parent / "configs" / "tiny_char_model"
 TOKENIZER = load_tokenizer(FOLDER)
@@ -95,8 +96,9 @@ def engine_fixture():
         param_specs(config),
         is_leaf=is_spec,
     )
-    engine = NativeEngine(config, make_mesh())  # rows are padded to 8: one shape, one compilation
+    engine = NativeEngine(config, make_mesh(), max_num_seqs=8, steps_per_dispatch=8)
     engine.update_weights(params, 12)
+    reserve(engine)
     return engine
 
 

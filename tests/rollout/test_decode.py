@@ -14,9 +14,11 @@ from tests.rollout.test_native import LLAMA, random_params
 def test_rows_that_are_done_or_wait_for_their_prompt_see_no_position(monkeypatch):
     seen, attend = [], decode.write_and_attend
 
-    def noted(*given, **settings):
-        *_, first, count = given
+    def note(first, count):
         seen.append((first.tolist(), count.tolist()))
+
+    def noted(*given, **settings):
+        jax.debug.callback(note, *given[-2:], ordered=True)
         return attend(*given, **settings)
 
     monkeypatch.setattr(decode, "write_and_attend", noted)
@@ -41,9 +43,14 @@ def test_rows_that_are_done_or_wait_for_their_prompt_see_no_position(monkeypatch
     page = Shape(page=16, tile=8, tiles=2)
     nothing = Prefill(page, parts=1, chunks=1, columns=2, steps=2).arrays(1)
     cache = empty_cache(LLAMA, 6, page.page, jnp.float32, layout="transposed")
-    params = decode.decode_params(LLAMA, random_params(LLAMA), jnp.float32)
-    with jax.disable_jit():
-        _, after, block = decode.decode(LLAMA, params, cache, rows, nothing, steps=2)
+
+    @jax.jit
+    def run(params, *given):
+        params = decode.decode_params(LLAMA, params, jnp.float32)
+        return decode.decode(LLAMA, params, *given, steps=2)
+
+    _, after, block = run(random_params(LLAMA), cache, rows, nothing)
+    jax.effects_barrier()
     # of both layers, at each step
     assert seen == [([5, -1, -1], [1, 0, 0])] * 2 + [([6, -1, 9], [1, 0, 1])] * 2
     assert block.count.tolist() == [2, 0, 1]

@@ -23,6 +23,7 @@ from tests.rollout.test_engine import make
 from tests.rollout.test_native import LLAMA, flat, random_params
 from tests.rollout.test_states import DELTA
 
+guessed = jax.jit(draft, static_argnums=2)
 AGAIN = distribution.PROMPT * 2
 
 
@@ -35,7 +36,7 @@ def test_what_came_after_the_last_tokens_before():
         [2, 1, 7, 1, 8, 1, -1, -1],  # 1 came before, but nothing of two tokens
         [1, 2, 3, 1, 2, 4, 1, 2],  # twice: the later one
     ]
-    found = draft(jnp.array(history), jnp.array([6, 2, 7, 5, 5, 7]), 3)
+    found = guessed(jnp.array(history), jnp.array([6, 2, 7, 5, 5, 7]), 3)
     none = [-1, -1, -1]
     assert found.tolist() == [[4, 1, 2], [5, 5, 5], none, [9, 1, 2], none, [4, 1, 2]]
 
@@ -56,21 +57,21 @@ def test_what_came_after_the_last_tokens_in_other_texts():
         [7, 7, 7, 7, 7, 7, 7, 7, 7, 8],
     ]
     position = jnp.array([2, 2, 5, 2, 1])
-    found = draft(jnp.array(history), position, 3, jnp.array(references))
+    found = guessed(jnp.array(history), position, 3, jnp.array(references))
     assert found.tolist() == [[6, 7, -1], [3, -1, -1], [5, 5, 1], [-1, -1, -1], [-1, -1, -1]]
 
 
 def test_guesses_from_earlier_answers():
     """The same tokens, and where the answer is known nearly as few steps as can be."""
     asks = [Request((3 + i, 9, 1), ((5, i),), Sampling(24, temperature=0.9)) for i in range(8)]
-    expected = flat(make(8).generate(asks))
+    expected = flat(make().generate(asks))
     known = [
         dataclasses.replace(ask, references=(*ask.prompt_tokens, *answer.tokens, -1))
         for ask, answer in zip(asks, expected, strict=True)
     ]
     steps = {}
     for name, asked in {"unknown": asks, "known": known}.items():
-        engine = make(8, speculative_tokens=3, speculative_history=32)
+        engine = make(speculative_tokens=3, speculative_history=32)
         found = flat(engine.generate(asked))
         assert_the_same(found, expected)
         steps[name] = sum(c.steps for c in found)
@@ -80,8 +81,8 @@ def test_guesses_from_earlier_answers():
 
 def test_nothing_is_guessed_where_no_request_asks_for_it():
     asks = [dataclasses.replace(ask, guesses=False) for ask in requests()]
-    found = flat(make(6, speculative_tokens=3).generate(asks))
-    assert_the_same(found, flat(make(6).generate(asks)))
+    found = flat(make(speculative_tokens=3).generate(asks))
+    assert_the_same(found, flat(make().generate(asks)))
     assert not any(c.steps for c in found)
 
 
@@ -120,8 +121,8 @@ ASKED = {
 @pytest.mark.parametrize(("number", "name"), itertools.product((3, 1), ASKED))
 def test_tokens_are_the_same_in_fewer_steps(name, number):
     asks = requests(**ASKED[name])
-    expected = flat(make(6).generate(asks))
-    found = flat(make(6, speculative_tokens=number).generate(asks))
+    expected = flat(make().generate(asks))
+    found = flat(make(speculative_tokens=number).generate(asks))
     assert_the_same(found, expected)
     tokens, steps = sum(len(c.tokens) for c in found), sum(c.steps for c in found)
     assert not any(c.steps for c in expected)
@@ -130,12 +131,12 @@ def test_tokens_are_the_same_in_fewer_steps(name, number):
 
 def test_a_stop_string_among_what_was_guessed():
     options = {"decode_text": lambda tokens: "".join(chr(97 + t % 26) for t in tokens)}
-    free = flat(make(6).generate(requests()))
+    free = flat(make().generate(requests()))
     text = options["decode_text"](free[0].tokens)
     asks = requests(stop=(text[3:5],))
-    expected = flat(make(6, **options).generate(asks))
+    expected = flat(make(**options).generate(asks))
     assert any(c.stop_reason == "stop" for c in expected)
-    assert_the_same(flat(make(6, speculative_tokens=3, **options).generate(asks)), expected)
+    assert_the_same(flat(make(speculative_tokens=3, **options).generate(asks)), expected)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +151,18 @@ def test_a_stop_string_among_what_was_guessed():
 @pytest.mark.some(1)
 def test_wherever_it_runs(options):
     asks = requests()
-    expected = flat(make(6, **options).generate(asks))
-    assert_the_same(flat(make(6, speculative_tokens=3, **options).generate(asks)), expected)
+    expected = flat(make(**options).generate(asks))
+    assert_the_same(flat(make(speculative_tokens=3, **options).generate(asks)), expected)
 
 
 @pytest.mark.slow
 def test_rows_that_make_room_for_others(monkeypatch):
     monkeypatch.setattr("jaxrl.rollout.native.engine.pages_that_fit", lambda *_, **__: 4)
     asks = [dataclasses.replace(r, sampling=Sampling(60)) for r in requests()]
-    engine = make(6, speculative_tokens=3, max_model_len=128)
+    engine = make(speculative_tokens=3, max_model_len=128)
     found = flat(engine.generate(asks))
     assert engine.suspended
-    assert_the_same(found, flat(make(6, max_model_len=128).generate(asks)))
+    assert_the_same(found, flat(make(max_model_len=128).generate(asks)))
 
 
 @pytest.mark.slow

@@ -21,16 +21,20 @@ from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.native.programs import Prefill, Shape
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.training.forward import log_probs_and_entropy
-from tests.rollout.test_native import LLAMA, flat, random_params
+from tests.rollout.test_native import LLAMA, ROOM, flat, random_params, reserve
 
 PROMPT = tuple(int(t) for t in np.random.default_rng(0).integers(1, 32, 40))
 WIDTH = 96
 
 
-def make(slots=4, *, devices=None, version=1, **options):
+def make(slots=4, *, devices=None, version=1, room=ROOM, **options):
+    """An engine with room for rows as long as those of other tests: the same programs serve all."""
     mesh = make_mesh(devices=jax.devices()[:1]) if devices is None else make_mesh(**devices)
-    engine = NativeEngine(LLAMA, mesh, max_num_seqs=slots, **{"steps_per_dispatch": 8, **options})
+    options = {"steps_per_dispatch": 8, "shrink": False, **options}
+    engine = NativeEngine(LLAMA, mesh, max_num_seqs=slots, **options)
     engine.update_weights(random_params(LLAMA), version)
+    if room:
+        reserve(engine, room)
     return engine
 
 
@@ -85,7 +89,7 @@ def test_chunked_prefill_is_prefill(length, monkeypatch):
 
 def test_decoding_leaves_a_half_prefilled_neighbour_alone(monkeypatch):
     monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
-    engine = make(2, max_num_batched_tokens=16, shrink=False)
+    engine = make(2, max_num_batched_tokens=16)
     long, short = request(keys=(1,)), request(PROMPT[:3], keys=(2,), max_tokens=40)
     (first,), (second,) = engine.generate([long, short])  # 39 tokens, 16 a turn: three turns
     np.testing.assert_allclose(first.log_probs, scores(PROMPT, first), atol=1e-4)
@@ -94,7 +98,7 @@ def test_decoding_leaves_a_half_prefilled_neighbour_alone(monkeypatch):
 
 def test_decoding_leaves_pages_that_nobody_has_alone(monkeypatch):
     monkeypatch.setattr("jaxrl.rollout.native.programs.SHAPES", SMALL)
-    engine = make(3, enable_prefix_caching=True, shrink=False)
+    engine = make(enable_prefix_caching=True)
     ((first,),) = engine.generate([request()])
     engine.generate([request(PROMPT[:3], max_tokens=20)])
     before = engine.prefilled_tokens
@@ -123,7 +127,7 @@ def test_what_was_decoded_is_found_with_prefix_caching(monkeypatch):
 
 
 def test_neighbours_and_slots_change_no_bit():
-    engine = shared(shrink=False)
+    engine = shared()
     (alone,) = flat(engine.generate([request(temperature=0.9)]))
     others = [request(PROMPT[n:], (n, n + 50), max_tokens=3 + n, top_k=n % 3) for n in range(1, 12)]
     mixed = flat(engine.generate([*others, request(temperature=0.9), *others]))[22]
@@ -134,10 +138,14 @@ def test_neighbours_and_slots_change_no_bit():
 DEMANDS = {
     "filters": {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
     "penalty": {"repetition_penalty": 1.3},
-    "alternatives": {"logprobs": 3},
-    "stop ids": {"stop_token_ids": (40, 41, 42, 43, 44)},  # outside of the vocabulary
+    # stop ids outside of the vocabulary
+    "alternatives, stop ids": {"logprobs": 3, "stop_token_ids": (40, 41, 42, 43, 44)},
     "sets": {"top_k": 5, "keep_sampling_mask": True, "raw_log_probs": True},
 }
+
+EVERYTHING = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 4}
+EVERYTHING |= {"stop_token_ids": (3, 30), "logprobs": 3}
+EVERYTHING |= {"raw_log_probs": True, "keep_sampling_mask": True}
 
 
 def watched(engine):
@@ -170,7 +178,7 @@ def test_what_neighbours_ask_for_changes_no_bit_and_goes_with_them(demand):
 
 
 def test_training_and_evaluation_have_programs_of_their_own_and_for_both_together():
-    engine = make(shrink=False)
+    engine = make()
     train, evaluation = request(repetition_penalty=1.2), request(PROMPT[3:], top_p=0.7)
     engine.warm_up([train])
     engine.warm_up([evaluation])
@@ -206,6 +214,8 @@ def test_what_float32_logits_cannot_be_divided_by_is_refused(setting, value):
 def test_at_the_bounds_of_temperature_and_penalty_tokens_and_log_probs_are_sound():
     bounds = [{"temperature": 1e-4}, {"repetition_penalty": 1e-4}, {"repetition_penalty": 1e4}]
     asked = [request(logprobs=3, top_p=0.9, **one) for one in bounds]
+    # as long as the others: all blocks are of the program that has all features
+    asked.append(request(**{**EVERYTHING, "stop_token_ids": ()}))
     for completion in flat(shared().generate(asked)):
         assert all(0 <= token < LLAMA.vocab_size for token in completion.tokens)
         assert np.isfinite(completion.log_probs).all()
@@ -215,10 +225,7 @@ def test_at_the_bounds_of_temperature_and_penalty_tokens_and_log_probs_are_sound
 @pytest.mark.some(1)
 @pytest.mark.parametrize("tensor", [2, 4])  # the model has two key/value heads
 def test_a_tensor_parallel_engine_draws_the_same(tensor):
-    everything = {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
-    everything |= {"min_tokens": 4, "stop_token_ids": (3, 30), "logprobs": 3}
-    everything |= {"raw_log_probs": True, "keep_sampling_mask": True}
-    asked = [request(keys=(1, 2, 3)), request(keys=(4, 5), **everything)]
+    asked = [request(keys=(1, 2, 3)), request(keys=(4, 5), **EVERYTHING)]
     expected = flat(shared().generate(asked))
     sizes = {"data": 2, "tensor": tensor}
     split = make(devices={"devices": jax.devices()[: 2 * tensor], **sizes})
@@ -233,7 +240,7 @@ def test_a_tensor_parallel_engine_draws_the_same(tensor):
 
 
 def test_1000_requests_over_16_slots_lose_and_repeat_nothing():
-    engine = make(16)
+    engine = make(16, shrink=True)
     rng = np.random.default_rng(0)
     asked = [
         request(rng.integers(1, 32, rng.integers(1, 30)), (i,), max_tokens=int(rng.integers(1, 9)))
@@ -246,16 +253,18 @@ def test_1000_requests_over_16_slots_lose_and_repeat_nothing():
 
 
 def test_nothing_compiles_after_the_warm_up():
-    engine = make(8)
+    # as engines are by default, and of shapes that no other test compiles
+    engine = make(2, shrink=None, room=0, steps_per_dispatch=5)
+    assert engine.programs.sizes() == [1, 2]
     rng = np.random.default_rng(1)
 
-    def some(n):
+    def some(n, kinds):
         return [
             request(
                 rng.integers(1, 32, rng.integers(1, 24)),
                 tuple(range(rng.integers(1, 5))),
                 max_tokens=int(rng.integers(1, 30)),
-                top_k=int(rng.integers(-1, 4)),
+                top_k=int(rng.choice(kinds)),
                 stop_token_ids=tuple(range(rng.integers(0, 3))),
             )
             for _ in range(n)
@@ -268,8 +277,19 @@ def test_nothing_compiles_after_the_warm_up():
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    engine.generate(some(500))
+    seen, free, filtered = watched(engine), (-1, 0), (1, 2, 3)
+    numbers = (40, free + filtered), (8, free), (8, filtered)
+    asked = [some(number, kinds) for number, kinds in numbers]
+    # and two of which the first ends first: the second goes on in blocks of its row alone
+    asked += [
+        [request(PROMPT[n:9], (n,), max_tokens=4 + 20 * n, top_k=k) for n in (0, 1)] for k in kinds
+    ]
+    found = [[f.result(timeout=300) for f in flat(engine.submit(r))] for r in asked]
     assert not compiled
+    for ours, requests in zip(found, asked, strict=True):
+        expected = flat(shared().generate(requests))
+        assert [c.tokens for c in ours] == [c.tokens for c in expected]
+    assert {features.filtered for features in seen} == {False, True}
 
 
 # ------------------------------------------------------------------ sampling parameters
@@ -306,7 +326,8 @@ def test_no_stop_token_before_min_tokens():
 
 
 def test_alternatives_are_the_most_probable_tokens():
-    (completion,) = flat(shared().generate([request(logprobs=3, temperature=0.0)]))
+    asked = request(temperature=0.0, **DEMANDS["alternatives, stop ids"])
+    (completion,) = flat(shared().generate([asked]))
     for token, log_prob, top in zip(
         completion.tokens, completion.log_probs, completion.top_log_probs, strict=True
     ):
@@ -337,9 +358,9 @@ def test_the_trainer_scores_over_the_set_that_was_kept():
 
 
 def test_a_greedy_token_is_drawn_from_all():
-    asked = request(temperature=0.0, top_k=3, keep_sampling_mask=True)
+    asked = request(temperature=0.0, top_k=5, keep_sampling_mask=True, raw_log_probs=True)
     (completion,) = flat(shared().generate([asked]))
-    assert completion.sampling_mask_ids == [(-1, -1, -1)] * len(completion.tokens)
+    assert completion.sampling_mask_ids == [(-1,) * 5] * len(completion.tokens)
 
 
 def test_a_set_without_a_bound_is_refused():

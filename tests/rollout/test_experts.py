@@ -14,6 +14,7 @@ from jaxrl.parallel import make_mesh
 from jaxrl.rollout.build import meshes_of_engines
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
+from tests.rollout.test_native import reserve
 
 MODEL = TransformerConfig(
     vocab_size=53,
@@ -36,10 +37,13 @@ REQUESTS = [
 
 
 def samples_of(requests, dtype=jnp.float32, rows=8, **sizes):
+    """Completions by an engine of one shape, whatever the requests are."""
     count = int(np.prod(list(sizes.values()))) if sizes else 1
     mesh = make_mesh(devices=jax.devices()[:count], **sizes)
-    engine = NativeEngine(MODEL, mesh, max_num_seqs=rows, dtype=dtype, shrink=False)
+    settings = {"max_num_seqs": rows, "steps_per_dispatch": 5, "dtype": dtype, "shrink": False}
+    engine = NativeEngine(MODEL, mesh, **settings)
     engine.update_weights(PARAMS, 0)
+    reserve(engine)
     return [sample for group in engine.generate(requests) for sample in group]
 
 
@@ -58,9 +62,10 @@ def test_log_probs_are_those_of_the_trainer():
         row[0, : len(prompt) + 24] = (*prompt, *sample.tokens)
         log_probs = scores(row)[np.arange(24) + len(prompt) - 1, np.array(sample.tokens)]
         np.testing.assert_allclose(sample.log_probs, log_probs, atol=2e-5)
+        assert sample.routes is None  # without `keep_routes`
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow  # test_routes.py has the last mesh
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 2}, {"tensor": 2}, {"expert": 4}, {"data": 2, "expert": 2, "tensor": 2}],

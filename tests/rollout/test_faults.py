@@ -34,7 +34,7 @@ def test_a_storm_of_aborts_loses_and_repeats_nothing():
         request(PROMPT[n % 20 :], (n, n + 1000), max_tokens=1 + n % 24, temperature=0.9)
         for n in range(160)
     ]
-    expected = flat(shared(shrink=False).generate(asked))
+    expected = flat(shared().generate(asked))
     ends = [[] for _ in range(2 * len(asked))]
     over = threading.Event()
 

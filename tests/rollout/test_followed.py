@@ -18,12 +18,15 @@ from tests.jobs import finish, run, start
 from tests.rollout.test_native import CONFIGS, random_params
 
 LLAMA = CONFIGS["llama"]
-# 4 rows of up to 26 tokens on pages of 64; blocks of 4 tokens, each begun before the last is there
+# 4 rows on pages of 64; blocks of 4 tokens, each begun before the last is there
 OPTIONS = {"max_num_seqs": 4, "steps_per_dispatch": 4, "ahead": True}
 ASKED = [
     Request(tuple(range(1, 4 + i)), tuple((i, j) for j in range(3)), Sampling(max_tokens=12))
     for i in range(3)
 ]
+# For four rows of up to 123 tokens, two pages each, there are 7 pages: one must make room.
+LONG = Request((1, 2, 3), tuple((9, j) for j in range(4)), Sampling(max_tokens=120))
+PAGES = 7
 
 
 class Both:
@@ -58,6 +61,8 @@ def sampled(engine):
 def both():
     both = Both()
     both.do(lambda engine: engine.update_weights(both.params, 1))
+    both.leader.programs._most_pages = both.follower._programs._most_pages = PAGES
+    both.do(lambda engine: engine.warm_up([*ASKED, LONG]))
     return both
 
 
@@ -68,25 +73,24 @@ def held(engine):
 
 def test_followers_have_on_their_devices_what_the_leader_has(both):
     """Bit for bit, after blocks that go on from one another, whose rows join and leave."""
-    both.do(lambda engine: engine.warm_up(ASKED))
     found = both.do(sampled)
     jax.tree.map(np.testing.assert_array_equal, held(both.follower), held(both.leader))
     alone = NativeEngine(LLAMA, make_mesh(devices=jax.devices()[:2], tensor=2), **OPTIONS)
     alone.update_weights(both.params, 1)
+    alone.programs._most_pages = PAGES
+    alone.warm_up([LONG])
     assert found == alone.generate(ASKED)
     both.do(lambda engine: engine.sleep())
     assert held(both.follower) == held(both.leader) == (None, None)
 
 
 def test_what_makes_room_comes_back_on_all(both):
-    """7 pages of 64 for four rows of up to 123 tokens, two each: a row waits in host memory."""
+    """A row waits in host memory."""
     first = both.do(sampled)
-    long = Request((1, 2, 3), tuple((9, j) for j in range(4)), Sampling(max_tokens=120))
-    both.leader.programs._most_pages = both.follower._programs._most_pages = 7
 
     def generate(engine):
         with phase_of(engine) as samples:
-            return engine.generate([long]) if samples else None
+            return engine.generate([LONG]) if samples else None
 
     both.do(generate)
     assert both.leader.suspended > 0

@@ -21,12 +21,13 @@ layouts = pytest.mark.parametrize("layout", ["transposed", "joined", "apart"])
 
 
 def filled(parts, layout):
-    """A cache of two layers and of routes, with random contents."""
-    empty = kv_cache.empty_cache(LLAMA, parts * PAGES, SIZE, jnp.float32, layout=layout)
-    empty = empty._replace(layers=empty.layers[:2])
-    empty = empty._replace(routes=jnp.zeros((parts * PAGES, SIZE, 6), jnp.uint8))
+    """A cache of two layers and of routes, with random contents, on the host."""
+    empty = functools.partial(kv_cache.empty_cache, LLAMA, parts * PAGES, SIZE, jnp.float32)
+    empty = jax.eval_shape(functools.partial(empty, layout=layout))
+    routes = jax.ShapeDtypeStruct((parts * PAGES, SIZE, 6), jnp.uint8)
+    empty = empty._replace(layers=empty.layers[:2], routes=routes)
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(10 + rng.normal(size=x.shape), x.dtype), empty)
+    return jax.tree.map(lambda x: (10 + rng.normal(size=x.shape)).astype(x.dtype), empty)
 
 
 def on_mesh(sizes, layout):
@@ -51,30 +52,32 @@ def test_each_device_writes_and_reads_the_pages_of_its_rows(sizes, layout, slidi
     placement, cache, spread = on_mesh(sizes, layout)
     rng, rows, tokens = np.random.default_rng(1), 2 * sizes["data"], 4
     shape = rows, tokens, LLAMA.num_heads, LLAMA.head_dim
-    q = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    q = rng.normal(size=shape).astype(np.float32)
     held = rows, LLAMA.num_kv_heads, tokens, LLAMA.head_dim
-    k, v = jnp.asarray(rng.normal(size=(2, *held)), jnp.float32)
-    table = jnp.array([[0, 2, 4], [5, 1, 3]] * sizes["data"])
-    first, count = jnp.array([6, 17] * sizes["data"]), jnp.array([4, 2] * sizes["data"])
+    k, v = rng.normal(size=(2, *held)).astype(np.float32)
+    table = np.array([[0, 2, 4], [5, 1, 3]] * sizes["data"], np.int32)
+    first, count = (np.array(x * sizes["data"], np.int32) for x in ([6, 17], [4, 2]))
     model = dataclasses.replace(LLAMA, sliding_window=6)  # the row at 17 does not see page 0
     run = functools.partial(kv_cache.write_and_attend, model, sliding=sliding, kernel="xla")
     given = q, k, v, table, first, count
     rounding = 5e-7 if sizes.get("tensor") == 4 else 1e-7  # four sums of numbers near 10
     layer, out = jax.jit(functools.partial(run, placement=placement))(spread.layers[0], *given)
+    layer, out, run = jax.tree.map(np.asarray, layer), np.asarray(out), jax.jit(run)
     for part in range(sizes["data"]):
         here = slice(2 * part, 2 * part + 2)
-        alone, expected = jax.jit(run)(part_of(cache.layers[0], part), *(x[here] for x in given))
-        assert_same(part_of(jax.tree.map(np.asarray, layer), part), alone)
+        alone, expected = run(part_of(cache.layers[0], part), *(x[here] for x in given))
+        assert_same(part_of(layer, part), alone)
         near = functools.partial(np.testing.assert_allclose, rtol=rounding, atol=1e-6)
-        near(out[here.start], expected[0])
-        near(out[here.start + 1, :2], expected[1, :2])
+        near(out[here.start], np.asarray(expected)[0])
+        near(out[here.start + 1, :2], np.asarray(expected)[1, :2])
     heads, width = LLAMA.num_kv_heads, LLAMA.head_dim  # there may be room for more
 
+    read = jax.jit(lambda layer, table: layer.read(table))
+
     def page(layer, number):
-        keys, values = (np.asarray(x)[0, :heads] for x in layer.read(jnp.array([[number]])))
+        keys, values = (np.asarray(x)[0, :heads] for x in read(layer, np.array([[number]])))
         return keys[:, :width], values[..., :width]
 
-    layer = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, layer))
     np.testing.assert_array_equal(page(layer, 0)[0][..., 6:], k[0].swapaxes(1, 2)[..., :2])
     np.testing.assert_array_equal(page(layer, 2)[1][:, :2], v[0, :, 2:])
     # row 1 writes 17 and 18, and no 19
@@ -100,7 +103,7 @@ def test_pages_are_copied_within_their_part_when_they_are_due(sizes, layout):
                     x[part * PAGES + target] = x[part * PAGES + source]
         assert_same(spread, expected)
     alone = jax.jit(kv_cache.copy_pages)(part_of(cache, 0), pairs[:3], until[:1], 0)
-    assert_same(alone, jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 0, 4, 5])], part_of(cache, 0)))
+    assert_same(alone, jax.tree.map(lambda x: x[[0, 0, 2, 0, 4, 5]], part_of(cache, 0)))
 
 
 @sizes
@@ -112,7 +115,7 @@ def test_pages_go_to_the_host_and_come_back_elsewhere(sizes, layout):
     ids[1, :2] = 4, 2  # of one part; the others take nothing
     take = jax.jit(functools.partial(kv_cache.take_pages, placement=placement))
     held = jax.tree.map(np.asarray, take(spread, ids.ravel()))
-    theirs = jax.tree.map(lambda x: x[jnp.array([PAGES + 4, PAGES + 2])], cache)
+    theirs = jax.tree.map(lambda x: x[[PAGES + 4, PAGES + 2]], cache)
     assert_same(jax.tree.map(lambda x: x[3:5], held), theirs)
     put = jax.jit(functools.partial(kv_cache.put_pages, placement=placement))
     ids[1, :2] = 0, 5

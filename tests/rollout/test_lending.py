@@ -14,12 +14,12 @@ from tests.rollout.test_engine import make, request
 from tests.rollout.test_native import LLAMA, flat, random_params
 
 LONG, SHORT = 40, 4
-pair = functools.partial(balanced, shrink=False)  # two engines of two slots
+pair = functools.partial(balanced, lends=True)  # two engines of two slots
 
 
 @functools.cache
 def alone():
-    return make(2, shrink=False)  # the same shapes
+    return make(2)  # the same shapes
 
 
 def uneven(keys=(1, 2)):
@@ -80,7 +80,7 @@ def test_of_requests_that_are_too_large_the_newest_is_parted():
 
 
 def test_whole_requests_go_before_parts_of_one():
-    engine = make(2, shrink=False)
+    engine = make(2)
     engine.pause()
     sizes = 2, 3, 1, 2
     groups = engine.submit([request(p, range(n)) for p, n in zip(prompts(4), sizes, strict=True)])
@@ -97,7 +97,7 @@ def test_whole_requests_go_before_parts_of_one():
 
 
 def test_what_must_stay_stays():
-    engine, conversations = make(2, shrink=False), [Future(), Future(), Future()]
+    engine, conversations = make(2), [Future(), Future(), Future()]
     kept, *new = conversations
     (said,) = flat(engine.generate([dataclasses.replace(request(), conversations=(kept,))]))
     engine.pause()
@@ -120,7 +120,7 @@ def test_what_must_stay_stays():
 
 
 def test_a_sample_that_has_made_room_stays():
-    engine = make(2, shrink=False)
+    engine = make(2)
     engine.pause()
     engine.submit([request(keys=(1, 2), max_tokens=LONG)])
     with engine._held():
@@ -193,7 +193,7 @@ def test_an_engine_that_was_never_asked_makes_room():
     "why", ["nothing", "paused", "asleep", "older", "apart", "coming", "busy", "shrinks"]
 )
 def test_an_engine_that_cannot_begin_takes_nothing(why):
-    balancer = balanced() if why == "shrinks" else pair()
+    balancer = pair(shrink=None) if why == "shrinks" else pair()
     giver, taker = balancer.engines
     giver.pause()
     balancer.submit([request(keys=(1, 2))])
@@ -216,7 +216,7 @@ def test_an_engine_that_cannot_begin_takes_nothing(why):
 
 
 def test_engines_that_lend_to_each_other_never_stand_still():
-    balancer, draw = balanced(3, shrink=False), random.Random(0)
+    balancer, draw = pair(3), random.Random(0)
     asked = [
         request(p, range(10 * n, 10 * n + draw.randint(1, 4)), max_tokens=draw.choice((2, 9, 30)))
         for n, p in enumerate(prompts(60))

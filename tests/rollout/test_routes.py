@@ -14,21 +14,25 @@ from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.rollout.test_experts import MODEL, PARAMS, REQUESTS
-from tests.rollout.test_native import LLAMA
+from tests.rollout.test_native import LLAMA, reserve
+
+WIDTH = 96  # of the rows that the trainer's forward sees
 
 
-def engine(mesh=None, params=PARAMS, rows=8, **options):
+def engine(mesh=None, params=PARAMS, rows=8, room=WIDTH, **options):
+    """An engine with room for rows as long as those of other tests: the same program serves all."""
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
-    made = NativeEngine(MODEL, mesh, max_num_seqs=rows, shrink=False, keep_routes=True, **options)
+    options = {"shrink": False, "keep_routes": True, "steps_per_dispatch": 5, **options}
+    made = NativeEngine(MODEL, mesh, max_num_seqs=rows, **options)
     made.update_weights(params, 0)
+    if room:
+        reserve(made, room)
     return made
 
 
-@functools.partial(jax.jit, static_argnames="width")
-def choices_of(params, tokens, width):
-    shape = 1, width
-    row = jnp.zeros(shape, jnp.int32).at[0, : len(tokens)].set(tokens)
-    positions = jnp.broadcast_to(jnp.arange(width), shape)
+@jax.jit
+def choices_of(params, row):
+    positions = jnp.arange(WIDTH)[None]
     settings = {
         "dtype": jnp.float32,
         "remat": "none",
@@ -42,7 +46,9 @@ def choices_of(params, tokens, width):
 
 def trainers_choice(tokens, params=PARAMS):
     """[n, Lx, k] of a forward over the whole row."""
-    return np.swapaxes(choices_of(params, jnp.array(tokens), 96), 0, 1)[: len(tokens)]
+    row = np.zeros((1, WIDTH), np.int32)
+    row[0, : len(tokens)] = tokens
+    return np.swapaxes(choices_of(params, row), 0, 1)[: len(tokens)]
 
 
 def assert_routes(prompt, sample, params=PARAMS, known=None):
@@ -59,23 +65,41 @@ def samples_of(made, requests):
     return zip(prompts, [x for group in made.generate(requests) for x in group], strict=True)
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"data": 2, "expert": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("ahead", [False, True])
-def test_routes_are_those_of_the_trainer(sizes, ahead):
+@functools.cache
+def on_one_device():
+    return list(samples_of(engine(), REQUESTS))
+
+
+SPREAD = {"data": 2, "expert": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "sizes"),
+    [
+        (False, {}),
+        (True, SPREAD),
+        # each is in what is above
+        pytest.param(False, SPREAD, marks=pytest.mark.slow),
+        *(pytest.param(a, {"data": 2}, marks=pytest.mark.slow) for a in (False, True)),
+        pytest.param(True, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_routes_and_tokens_are_those_of_the_trainer_and_of_one_device(ahead, sizes):
     mesh = make_mesh(devices=jax.devices()[: int(np.prod([1, *sizes.values()]))], **sizes)
-    made = engine(mesh, ahead=ahead, steps_per_dispatch=5)
+    made = engine(mesh, ahead=ahead)
     # a second time prompts are found in the cache, and half of the rows wait for a slot
     for requests in (REQUESTS, [*REQUESTS, *reversed(REQUESTS)]):
-        for prompt, sample in samples_of(made, requests):
+        found = list(samples_of(made, requests))
+        for prompt, sample in found:
             assert_routes(prompt, sample)
+        for (_, sample), (_, alone) in zip(found, on_one_device(), strict=False):
+            assert sample.tokens == alone.tokens
+            np.testing.assert_allclose(sample.log_probs, alone.log_probs, atol=2e-5)
     assert not made._ended
 
 
-def test_without_keep_routes_there_are_none():
-    made = NativeEngine(MODEL, make_mesh(devices=jax.devices()[:1]), max_num_seqs=8)
-    made.update_weights(PARAMS, 0)
-    assert all(sample.routes is None for _, sample in samples_of(made, REQUESTS))
+def test_without_experts_there_are_none():
     with pytest.raises(ValueError, match="keep_routes=True: the model has no experts"):
         NativeEngine(LLAMA, make_mesh(devices=jax.devices()[:1]), keep_routes=True)
 
@@ -86,7 +110,7 @@ def test_a_sample_that_made_room_has_its_routes(ahead):
         Request(tuple(range(1, 30)), tuple((i, j) for j in range(4)), Sampling(60))
         for i in range(2)
     ]
-    made = engine(ahead=ahead, steps_per_dispatch=4)
+    made = engine(ahead=ahead, room=0)
     made.programs._most_pages = 7  # of 64 positions: not two for each of eight
     for prompt, sample in samples_of(made, requests):
         assert_routes(prompt, sample)
@@ -116,7 +140,6 @@ def test_what_a_stop_string_cuts_off_has_no_routes(ahead):
     stop = text[9:11]
     made = engine(
         ahead=ahead,
-        steps_per_dispatch=8,
         decode_text=lambda tokens: "".join(chr(64 + token) for token in tokens),
     )
     stops = Request(request.prompt_tokens, ((3, 4),), Sampling(24, stop=(stop,)))
@@ -132,7 +155,7 @@ def test_routes_under_new_weights_in_flight(recompute):
     """Those that the sample was drawn from: what is kept stays, what is computed anew is new."""
     other = init_params(MODEL, 1)
     drawn = threading.Event()
-    made = engine(steps_per_dispatch=4, recompute_kv_on_update=recompute)
+    made = engine(recompute_kv_on_update=recompute)
     request = Request(
         tuple(range(1, 12)), ((5, 6),), Sampling(40), on_tokens=lambda *_: drawn.set()
     )
@@ -155,7 +178,7 @@ def test_routes_under_new_weights_in_flight(recompute):
 
 def test_samples_that_end_without_the_engine_have_no_routes():
     drawn = threading.Event()
-    made = engine(steps_per_dispatch=2, ahead=True)
+    made = engine(ahead=True)
     more = Request((1, 2, 3), ((1, 1), (1, 2)), Sampling(40), on_tokens=lambda *_: drawn.set())
     ((aborted, cancelled),) = made.submit([more])
     assert drawn.wait(60)
@@ -171,13 +194,17 @@ def test_samples_that_end_without_the_engine_have_no_routes():
 def test_an_error_before_routes_are_asked_for_reaches_all_samples(monkeypatch, ahead):
     """Those of the same block too, whose end is known already."""
 
+    def asked(**options):
+        return [Request((1 + i, 2), ((i, i),), Sampling(5, **options)) for i in range(6)]
+
+    unlucky = engine().generate(asked())[3][0].tokens[-1]
+
     def text(tokens):
-        if 7 in tokens:
+        if unlucky in tokens:
             raise RuntimeError("no text")
         return "".join(chr(64 + token) for token in tokens)
 
-    made = engine(steps_per_dispatch=30, ahead=ahead, decode_text=text)
-    requests = [Request((1 + i, 2), ((i, i),), Sampling(20, stop=("!",))) for i in range(6)]
+    made, requests = engine(ahead=ahead, decode_text=text), asked(stop=("!",))
     futures = [future for group in made.submit(requests) for future in group]
     found = [future.exception(60) for future in futures]
     assert any(found)
@@ -191,8 +218,8 @@ def test_an_error_before_routes_are_asked_for_reaches_all_samples(monkeypatch, a
 
 
 def test_an_error_reaches_samples_that_wait_for_their_routes(monkeypatch):
-    made = engine(steps_per_dispatch=30, ahead=True)
-    short, long = Sampling(3), Sampling(40)
+    made = engine(ahead=True)
+    short, long = Sampling(3), Sampling(8)  # one block, and two
     read = made.programs.read_routes
 
     def fails(rows):

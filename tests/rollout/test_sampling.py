@@ -2,7 +2,7 @@
 
 import math
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -355,11 +355,14 @@ def test_no_logits_draw_an_id_outside_of_the_vocabulary(draw, bad):
 # ------------------------------------------------------------------ inverse_cdf
 
 
+draw_of = jax.jit(inverse_cdf)
+
+
 def test_inverse_cdf_literal():
     # cdf 1, 1, 4, 8 of 8: u * 8 = 0, 0.96, 1, 3.92, 4, 7.92
     probs = np.tile(np.float32([1, 0, 3, 4]), (6, 1))
     u = np.float32([0, 0.12, 0.125, 0.49, 0.5, 0.99])
-    assert inverse_cdf(probs, u).tolist() == [0, 0, 2, 2, 3, 3]
+    assert draw_of(probs, u).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("u", [0.0, 1e-45, 0.5, BELOW_ONE])
@@ -370,7 +373,7 @@ def test_inverse_cdf_never_returns_an_impossible_token(u):
     probs[:, 17] = np.maximum(probs[:, 17], 1e-3)  # at least one is possible
     probs[:100, -20:] = 0
     probs[100:200, :10] = 0
-    chosen = jax.jit(inverse_cdf)(probs, np.full(300, u, np.float32))
+    chosen = np.asarray(draw_of(probs, np.full(300, u, np.float32)))
     assert (probs[np.arange(300), chosen] > 0).all()
 
 
@@ -386,7 +389,7 @@ def test_filtered_sampling_never_returns_an_impossible_token(u):
 def test_a_single_possible_token_is_always_drawn():
     probs = np.zeros((3, 5), np.float32)
     probs[:, 2] = 1e-30
-    assert inverse_cdf(probs, np.float32([0, 0.5, BELOW_ONE])).tolist() == [2, 2, 2]
+    assert draw_of(probs, np.float32([0, 0.5, BELOW_ONE])).tolist() == [2, 2, 2]
 
 
 # ------------------------------------------------------------------ a split vocabulary
@@ -397,16 +400,15 @@ def over_devices(run, *outputs, tensor=4):
     mesh = make_mesh(data=2, tensor=tensor, devices=jax.devices()[: 2 * tensor])
     split = {1: PartitionSpec("data"), 2: PartitionSpec("data", "tensor")}
 
-    def call(*given, **options):
-        return jax.jit(
-            jax.shard_map(
-                partial(run, axes=("tensor",)),
-                mesh=mesh,
-                in_specs=tuple(split[x.ndim] for x in given),
-                out_specs=outputs if len(outputs) > 1 else outputs[0],
-                check_vma=False,
-            )
-        )(*given, **options)
+    @jax.jit
+    def call(*given):
+        return jax.shard_map(
+            partial(run, axes=("tensor",)),
+            mesh=mesh,
+            in_specs=tuple(split[x.ndim] for x in given),
+            out_specs=outputs if len(outputs) > 1 else outputs[0],
+            check_vma=False,
+        )(*given)
 
     return call
 
@@ -419,7 +421,19 @@ def test_a_draw_from_exact_weights_is_the_same_over_devices(vocab):
     weights[:, vocab // 2] = 1
     u = np.append(rng.uniform(size=62), [0, BELOW_ONE]).astype(np.float32)
     spread = over_devices(inverse_cdf, PartitionSpec("data"))
-    np.testing.assert_array_equal(spread(weights, u), inverse_cdf(weights, u))
+    np.testing.assert_array_equal(spread(weights, u), draw_of(weights, u))
+
+
+@cache
+def drawing(filtered, keep):
+    """`sample` and `top_tokens` on one device, and over some."""
+
+    def run(logits, u, temperature, top_k, top_p, min_p, axes=()):
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        drawn = sample(logits, u, **options, filtered=filtered, keep=keep, axes=axes)
+        return *drawn, *top_tokens(logits, temperature, 5, axes)
+
+    return jax.jit(run), over_devices(run, *(PartitionSpec("data"),) * 5)
 
 
 @pytest.mark.some(8)
@@ -434,15 +448,8 @@ def test_a_split_vocabulary_draws_the_same(name, keep):
     u = rng.uniform(size=rows).astype(np.float32)
     options = {"none": {}, "greedy": {"temperature": 0.0}, "ties": {"top_k": 7, "top_p": 0.9}}
     given = logits, u, *settings(rows, **{**options, **FILTERS}[name]).values()
-    filtered = name not in ("none", "greedy")
-
-    def run(logits, u, temperature, top_k, top_p, min_p, axes=()):
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        drawn = sample(logits, u, **options, filtered=filtered, keep=keep, axes=axes)
-        return *drawn, *top_tokens(logits, temperature, 5, axes)
-
-    expected = jax.jit(run)(*given)
-    found = over_devices(run, *(PartitionSpec("data"),) * 5)(*given)
+    alone, split = drawing(name not in ("none", "greedy"), keep)
+    expected, found = alone(*given), split(*given)
     for place in (0, 2, 3):  # ids
         np.testing.assert_array_equal(found[place], expected[place])
     for place in (1, 4):
@@ -456,15 +463,17 @@ def test_picking_and_assigning_over_devices():
     ids = np.array([[0, 5, -1, 9], [-1, 8, 3, 3]])  # -1, 8 and 9 are none of 8
     mesh = make_mesh(data=2, tensor=4)
     both = PartitionSpec("data", "tensor")
-    assigned = jax.shard_map(
+    spread = jax.shard_map(
         lambda x, ids: assign(x, ids, -1.0, ("tensor",)),
         mesh=mesh,
         in_specs=(both, PartitionSpec("data")),
         out_specs=both,
         check_vma=False,
-    )(x, ids)
+    )
+    assigned = jax.jit(spread)(x, ids)
     assert assigned.tolist() == [[-1, 1, 2, 3, 4, -1, 6, 7], [8, 9, 10, -1, 12, 13, 14, 15]]
-    np.testing.assert_array_equal(assign(jnp.asarray(x), ids, -1.0), assigned)
+    alone = jax.jit(partial(assign, value=-1.0))(x, ids)
+    np.testing.assert_array_equal(alone, assigned)
 
 
 @pytest.mark.slow  # the TPU compiler
