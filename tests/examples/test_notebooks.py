@@ -117,18 +117,18 @@ def test_the_quickstart(tmp_path):
     by_id = executed(
         "quickstart",
         tmp_path,
-        config=("trainer.max_training_steps = 80", "trainer.max_training_steps = 30"),
-        resume=("120", "45"),
+        config=("trainer.max_training_steps = 80", "trainer.max_training_steps = 55"),
+        resume=("120", "70"),
         own=("max_training_steps=60", "max_training_steps=12"),
     )
     (run,) = (tmp_path / "runs").glob("notebook_*")
     learned = rewards(run)
-    assert len(learned) == 45
+    assert len(learned) == 70
     assert sum(learned[:5]) / 5 < 0.1
     assert sum(learned[-5:]) / 5 > 0.5
     (own,) = (tmp_path / "runs").glob("fit-*")
     assert len(rewards(own)) == 12
-    assert "resuming after step 30" in streams(by_id["resume"])["stdout"]
+    assert "resuming after step 55" in streams(by_id["resume"])["stdout"]
     assert "Did you mean 'max_training_steps'" in streams(by_id["config"])["stdout"]
     assert len(streams(by_id["answers"])["stdout"].splitlines()) == 8
     assert (run / "report.html").stat().st_size > 100_000
@@ -144,9 +144,7 @@ def test_the_quickstart(tmp_path):
 
 @pytest.mark.slow
 def test_write_your_own_loss(tmp_path):
-    by_id = executed(
-        "write_your_own_loss", tmp_path, runs=("60, 30", "45, 15"), compare=("50", "40")
-    )
+    by_id = executed("write_your_own_loss", tmp_path)
     assert streams(by_id["test"])["stdout"] == "as worked out\n"
     (runs,) = (tmp_path / "runs").iterdir()
     for name in ("regular", "soft_clip"):
@@ -161,13 +159,21 @@ def test_write_your_own_loss(tmp_path):
 
 @pytest.mark.slow
 def test_tool_use(tmp_path):
-    by_id = executed("tool_use", tmp_path)
+    by_id = executed(
+        "tool_use",
+        tmp_path,
+        imitate=(
+            "trainer = shown.trainer\n",
+            "trainer = shown.trainer\ntrainer.max_training_steps = 250\n",
+        ),
+        reward=("max_training_steps = 40", "max_training_steps = 25"),
+    )
     said = streams(by_id["environment"])["stdout"].splitlines()
     assert "told ['<result>888</result>']" in said[0]
     assert "reward 1.0, done True" in said[2]
     (runs,) = (tmp_path / "runs").iterdir()
     learned = rewards(runs / "reward")
-    assert len(learned) == 40
+    assert len(learned) == 25
     assert sum(learned[-5:]) / 5 > sum(learned[:5]) / 5 + 0.15
     assert "image/png" in outputs(by_id["calls"])
     assert "text/html" in outputs(by_id["last"])
