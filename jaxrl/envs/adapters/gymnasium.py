@@ -91,7 +91,7 @@ class GymnasiumEnv(Adapter):
         return _answer(shown, reward, done=bool(done), metadata={"action": chosen})
 
     def close(self) -> None:
-        """Close the environment."""
+        """Close Gymnasium's environment, which frees what it holds, such as a window."""
         self.env.close()
 
     def get_metrics(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class CountdownEnv(Env):
         self._metrics: dict[str, Any] = {}
 
     def step(self, action: str) -> StepOutput:
-        """Evaluate the equation."""
+        """Reward an equation of all numbers, each once, that gives the target: 1, else 0."""
         self.turns += 1
         found = evaluate(tagged_answer(action).partition("=")[0])
         allowed = found is not None and sorted(found[1]) == self.numbers
