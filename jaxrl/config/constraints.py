@@ -12,9 +12,10 @@ import difflib
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxrl.config.dataclass_config import BaseConfig, field_markers, field_values, is_config
+from jaxrl.config_error import fail
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,6 @@ class Constraint:
     """
 
     check: Callable[[str, Any], None]
-
-
-def fail(field: str, value: Any, fix: str) -> NoReturn:
-    """Refuse the value of a field."""
-    raise ValueError(f"{field}={value!r}: {fix}")
 
 
 def check_choice(field: str, value: Any, choices: Iterable[Any], later: Iterable[Any] = ()) -> None:

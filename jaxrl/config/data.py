@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from jaxrl.config import given
-from jaxrl.config.constraints import fail, one_in, positive_or
+from jaxrl.config.constraints import one_in, positive_or
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import new
+from jaxrl.config_error import fail
 
 
 @dataclass

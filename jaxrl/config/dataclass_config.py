@@ -14,6 +14,7 @@ from typing import Any, Self, TypeGuard, TypeVar, cast
 
 import yaml
 
+from jaxrl.config_error import ConfigError, UnknownField, fail
 from jaxrl.pytrees import register_static
 
 Config = TypeVar("Config", bound="BaseConfig")
@@ -263,7 +264,7 @@ def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
     lists = [member for member in _members(kind) if typing.get_origin(member) is list]
     fix = f"; write \"['{value}']\"" if lists and isinstance(value, str) else ""
     fix = "; leave it out" if candidates == [None] else fix
-    raise ValueError(f"{path}={_shown(value)}: expected {type_name(kind)}{fix}")
+    raise ConfigError(path, _plain_text(value), f"expected {type_name(kind)}{fix}")
 
 
 def type_name(kind: Any) -> str:
@@ -286,8 +287,7 @@ def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
     elsewhere = [f"{k}.".split(f".{name}.")[0] + f".{name}" for k in elsewhere]
     near = elsewhere[:1] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     fields = f"Fields of {cls.__name__}: {', '.join(names)}"
-    hint = f"Did you mean '{_join(prefix, near[0])}'?" if near else fields
-    raise ValueError(f"unknown config field '{_join(prefix, name)}'. {hint}")
+    raise UnknownField(_join(prefix, name), _join(prefix, near[0]) if near else "", fields)
 
 
 def _dotted_names(cls: type[BaseConfig], prefix: str = "") -> list[str]:
@@ -305,10 +305,9 @@ def _dotted_names(cls: type[BaseConfig], prefix: str = "") -> list[str]:
 def _merged(cls: type[Config], values: Any, path: str, current: Config | None) -> Config:
     """Return a config of `values` over `current` (default: the defaults of the class)."""
     if not hasattr(values, "items"):
-        raise ValueError(
-            f"{path or cls.__name__}={_shown(values)}: expected a mapping of the fields of "
-            f"{cls.__name__}: {', '.join(field_types(cls))}"
-        )
+        fields = f"{cls.__name__}: {', '.join(field_types(cls))}"
+        remedy = f"expected a mapping of the fields of {fields}"
+        fail(path or cls.__name__, _plain_text(values), remedy)
     current = cls() if current is None else current
     cls = type(current)
     changes = {str(k): v for k, v in values.items()}
@@ -386,7 +385,5 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _shown(value: Any) -> str:
-    if is_config(value):
-        return f"{type(value).__name__}(...)"
-    return repr(str(value)) if isinstance(value, Text) else repr(value)
+def _plain_text(value: Any) -> Any:
+    return str(value) if isinstance(value, Text) else value

@@ -9,7 +9,6 @@ from jaxrl.config import given
 from jaxrl.config.constraints import (
     Constraint,
     between,
-    fail,
     must,
     not_negative,
     positive,
@@ -17,6 +16,7 @@ from jaxrl.config.constraints import (
 )
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, new
+from jaxrl.config_error import fail
 from jaxrl.functions import called_name, import_call
 
 _NEW_OF_JUDGE = new(only_with="llm_as_a_judge")

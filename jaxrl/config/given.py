@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxrl.config.dataclass_config import TakesObjects
+from jaxrl.config_error import ConfigError, fail
 from jaxrl.functions import path_of
 
 
@@ -110,12 +111,12 @@ def _function(value: Any, field: str) -> Any:
     try:
         return path_of(value)
     except ValueError as error:
-        raise ValueError(f"{field}: {error}") from error
+        raise ConfigError(field, value, str(error)) from error
 
 
 def _functions(value: Any, field: str) -> Any:
     if callable(value):
-        raise ValueError(f"{field} is one function or class: write a list of them, [...]")
+        fail(field, value, "is one function or class: write a list of them, [...]")
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     return [_function(x, f"{field}[{i}]") for i, x in enumerate(value)]
@@ -124,7 +125,7 @@ def _functions(value: Any, field: str) -> Any:
 def _sources(value: Any, field: str) -> Any:
     """Return names of sources; all rows among them are one source, where the first one stands."""
     if isinstance(value, Mapping):
-        raise ValueError(f"{field} is one row: write a list of rows, [{{...}}, ...]")
+        fail(field, value, "is one row: write a list of rows, [{...}, ...]")
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     sources, rows, place = [], [], 0

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from jaxrl.config.constraints import fail
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
+from jaxrl.config_error import fail
 from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.packing import length_bucket, round_up
 from jaxrl.parallel.context import row_length

@@ -19,6 +19,7 @@ from jaxrl.config.dataclass_config import (
     parse_literal,
 )
 from jaxrl.config.generator import InferenceEngineConfig
+from jaxrl.config_error import fail
 
 _USAGE = "quickstart --config.trainer.seed=1, with the name or the file of a recipe"
 
@@ -136,7 +137,7 @@ def _with_key(values: dict[str, Any], keys: list[str], value: Any, path: str) ->
         return values | {name: parse_literal(value) if isinstance(value, Text) else value}
     inner = values.get(name, {})
     if not isinstance(inner, dict):
-        raise ValueError(f"{path}.{name}={inner!r}: it is a value, it has no key '{rest[0]}'")
+        fail(f"{path}.{name}", inner, f"it is a value, it has no key '{rest[0]}'")
     return values | {name: _with_key(inner, rest, value, f"{path}.{name}")}
 
 

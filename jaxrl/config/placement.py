@@ -4,11 +4,12 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from jaxrl.config.constraints import check_choice, fail
+from jaxrl.config.constraints import check_choice
 from jaxrl.config.generator import engine_hosts
 from jaxrl.config.mesh import skyrl_sizes
 from jaxrl.config.rollouts import in_process, runs_free
 from jaxrl.config.train_config import TrainConfig
+from jaxrl.config_error import ConfigError, fail
 from jaxrl.parallel import ShardingRules, mesh_sizes
 from jaxrl.parallel.mesh import AXES
 
@@ -172,9 +173,9 @@ def check_mesh(config: TrainConfig, ranges: DeviceRanges, num_processes: int = 1
         field, sizes = f"trainer.{name}.mesh", dataclasses.asdict(role.mesh)
         try:
             mesh_sizes(len(devices) * num_processes, **sizes)
-        except ValueError as error:
+        except ConfigError as error:
             changed = {axis: size for axis, size in sizes.items() if size != 1}
-            fail(field, changed, str(error).partition(": ")[2] or str(error))
+            fail(field, changed, error.remedy)
         for alias, axis, size in skyrl_sizes(role):
             if sizes[axis] != size:
                 fix = (

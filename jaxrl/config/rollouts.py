@@ -4,7 +4,6 @@ import math
 import warnings
 from typing import Any, NoReturn
 
-from jaxrl.config.constraints import fail
 from jaxrl.config.generator import (
     GeneratorConfig,
     InferenceEngineConfig,
@@ -13,6 +12,7 @@ from jaxrl.config.generator import (
     engine_tensor,
 )
 from jaxrl.config.train_config import TrainConfig
+from jaxrl.config_error import fail
 
 _ENGINE = "generator.inference_engine"
 _OF_STEPS = (

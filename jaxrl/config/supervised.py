@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.config.card import format_card, microbatch_lines, optimizer_line
-from jaxrl.config.constraints import fail
 from jaxrl.config.dataclass_config import BaseConfig, flatten
 from jaxrl.config.formulas import loss_lines, reduction_line
 from jaxrl.config.microbatching import check_rows
@@ -13,6 +12,7 @@ from jaxrl.config.placement import batch_groups, check_mesh, check_placement, ch
 from jaxrl.config.platform import ENGINE_SIZES, ON_CPU
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.validation import check_fields, check_kernels
+from jaxrl.config_error import fail
 
 # What supervised fine-tuning reads; everything else of the schema is about rollouts.
 _READ = """

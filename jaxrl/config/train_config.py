@@ -17,6 +17,7 @@ from jaxrl.config.mesh import map_mesh
 from jaxrl.config.serving import ServeConfig, TinkerConfig
 from jaxrl.config.status import new
 from jaxrl.config.trainer import FullyAsyncConfig, TrainerConfig, run_folder
+from jaxrl.config_error import fail
 
 
 @dataclass
@@ -150,10 +151,11 @@ def _apply_preset(correction: OffPolicyCorrectionConfig) -> None:
     usual = OffPolicyCorrectionConfig()
     for name, value in PRESETS.get(correction.preset or "", {}).items():
         if (found := getattr(correction, name)) not in (getattr(usual, name), value):
-            raise ValueError(
-                f"trainer.algorithm.off_policy_correction.{name}={found!r}: preset="
-                f"{correction.preset!r} stands for {value!r}; leave that out, or set the preset's "
-                "fields by themselves"
+            fail(
+                f"trainer.algorithm.off_policy_correction.{name}",
+                found,
+                f"preset={correction.preset!r} stands for {value!r}; leave that out, or set the "
+                "preset's fields by themselves",
             )
         setattr(correction, name, value)
 

@@ -17,7 +17,7 @@ from jaxrl.config.algorithm import (
     DistillationConfig,
     OffPolicyCorrectionConfig,
 )
-from jaxrl.config.constraints import check_choice, check_constraints, fail
+from jaxrl.config.constraints import check_choice, check_constraints
 from jaxrl.config.data import SFTConfig, check_data
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.environment import check_environment
@@ -55,6 +55,7 @@ from jaxrl.config.rollouts import (
 )
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
+from jaxrl.config_error import ConfigError, fail
 from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.kl import UNBIASED
 from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
@@ -65,6 +66,7 @@ from jaxrl.registry.contracts import asks_for
 
 _ALGORITHM = "trainer.algorithm"
 _CORRECTION = f"{_ALGORITHM}.off_policy_correction"
+_CORRECTED = {f"{_CORRECTION}.tis_ratio_type": "token"}  # mends what samples from older weights
 
 
 def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) -> None:
@@ -120,6 +122,7 @@ def check_fields(config: TrainConfig) -> None:
     _check_nan(values)
     _check_status(values)
     check_constraints(config)
+    _check_names(config.trainer.algorithm)
     _check_batch(config)
     _check_models(config.trainer)
     _check_rope(config)
@@ -416,9 +419,10 @@ def check_staleness(algorithm: AlgorithmConfig, max_staleness_steps: int) -> Non
     else:
         why = "its ratio is against the policy at the start of the step, and an older one sampled"
         choices += f"; or {_ALGORITHM}.old_log_probs='rollout'"
-    if not ROWS[name].uncorrected:
+    mended = {} if ROWS[name].uncorrected else _CORRECTED
+    if mended:
         choices += f" or {_CORRECTION}.tis_ratio_type='token'"
-    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}")
+    fail(f"{_ALGORITHM}.policy_loss_type", name, f"{stale}{why}; set {choices}", mended)
 
 
 def check_objective(config: TrainConfig) -> None:
@@ -428,6 +432,7 @@ def check_objective(config: TrainConfig) -> None:
         ValueError: names the field, the value and the fix.
     """
     algorithm = config.trainer.algorithm
+    _check_names(algorithm)
     _check_discounts(algorithm)
     _check_loss(algorithm)
     _check_reduction(algorithm)
@@ -437,7 +442,8 @@ def check_objective(config: TrainConfig) -> None:
     _check_correction(algorithm)
     _check_log_probs(config)
     _check_overlong_buffer(config)
-    _check_functions(algorithm)
+    make_policy_loss(algorithm)  # it can be called with what it will get
+    bind_estimator(algorithm)
     _check_one_number(config)
     _check_teacher(config)
     _check_distillation(config)
@@ -582,8 +588,8 @@ def _check_correction(algorithm: AlgorithmConfig) -> None:
         fail(field, True, "has no effect without tis_ratio_type: there are no weights")
     try:
         rejection_bounds(correction)
-    except ValueError as error:
-        raise ValueError(f"{_CORRECTION}.{error}") from error
+    except ConfigError as error:
+        raise error.inside(_CORRECTION) from error
 
 
 def _check_use_tis(algorithm: AlgorithmConfig) -> None:
@@ -660,8 +666,8 @@ def _check_overlong_buffer(config: TrainConfig) -> None:
         fail(f"{_ALGORITHM}.overlong_buffer.len", buffer.len, fix)
 
 
-def _check_functions(algorithm: AlgorithmConfig) -> None:
-    """Check that names resolve to functions, which can be called with what they will get."""
+def _check_names(algorithm: AlgorithmConfig) -> None:
+    """Check that loss and estimator are there: what comes after asks what is true of them."""
     loss, estimator = algorithm.policy_loss_type, algorithm.advantage_estimator
     an_estimator = (
         f"is an advantage estimator: set {_ALGORITHM}.advantage_estimator={loss!r}, and here a "
@@ -672,11 +678,9 @@ def _check_functions(algorithm: AlgorithmConfig) -> None:
         "estimator, such as 'grpo'"
     )
     meant = an_estimator if loss in ESTIMATORS else None
-    _check_function("policy_loss_type", loss, PolicyLossRegistry, meant)
-    make_policy_loss(algorithm)
+    _check_name("policy_loss_type", loss, PolicyLossRegistry, meant)
     meant = a_loss if estimator in LOSSES else None
-    _check_function("advantage_estimator", estimator, AdvantageEstimatorRegistry, meant)
-    bind_estimator(algorithm)
+    _check_name("advantage_estimator", estimator, AdvantageEstimatorRegistry, meant)
 
 
 def _check_pure(config: TrainConfig) -> None:
@@ -691,7 +695,7 @@ def _check_pure(config: TrainConfig) -> None:
     )
 
 
-def _check_function(name: str, value: str, registry: Any, meant: str | None) -> None:
+def _check_name(name: str, value: str, registry: Any, meant: str | None) -> None:
     try:
         registry.resolve(value)
     except ValueError as error:
@@ -700,7 +704,7 @@ def _check_function(name: str, value: str, registry: Any, meant: str | None) -> 
         fix = 'Set a known name, register yours, or write "my_pkg.my_module:my_function"'
         message = str(error)
         message += "" if message.endswith(("?", ".")) else "."
-        raise ValueError(f"{_ALGORITHM}.{name}={value!r}: {message} {fix}") from error
+        raise ConfigError(f"{_ALGORITHM}.{name}", value, f"{message} {fix}") from error
 
 
 def _check_one_number(config: TrainConfig) -> None:
@@ -936,7 +940,7 @@ def _check_eight_bits(config: TrainConfig) -> None:
                 f"loss whose ratio is against the sampler ({_ALGORITHM}.old_log_probs='rollout', "
                 f"policy_loss_type='decoupled_ppo'), or {off!r}"
             )
-            fail(field, value, fix)
+            fail(field, value, fix, _CORRECTED)
 
 
 def _check_partial_rollouts(config: TrainConfig, num_processes: int) -> None:
@@ -985,7 +989,7 @@ def _check_partial_rollouts(config: TrainConfig, num_processes: int) -> None:
             f"{_CORRECTION}.tis_ratio_type='token' or one of its masks, a loss whose ratio is "
             f"against the sampler ({_ALGORITHM}.old_log_probs='rollout'), or leave it unset"
         )
-        fail(field, most, fix)
+        fail(field, most, fix, _CORRECTED)
 
 
 def _check_sampling(config: TrainConfig) -> None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from jaxrl.config import given
-from jaxrl.config.constraints import Constraint, check_choice, fail, must, one_of
+from jaxrl.config.constraints import Constraint, check_choice, must, one_of
 from jaxrl.config.dataclass_config import BaseConfig
+from jaxrl.config_error import fail
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow")
 DISPLAYS = ("auto", "panel", "notebook", "plain", "quiet")
@@ -25,7 +26,7 @@ _from_one = must(lambda steps: min(steps, default=1) >= 1, "steps are numbered f
 @Constraint
 def _check_thresholds(field: str, thresholds: dict[str, float | None]) -> None:
     for name, threshold in thresholds.items():
-        check_choice(f"a key of {field}", name, ALARMS)
+        check_choice(f"{field}.{name}", name, ALARMS)
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
         if threshold is not None and (not number or math.isnan(threshold)):
             fail(f"{field}.{name}", threshold, "must be a number, or None (off)")

@@ -5,7 +5,7 @@ here under skyrl-gym's names, and `register` takes skyrl-gym's keywords.
 """
 
 import difflib
-import re
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,18 +103,19 @@ def construct(
     """Make a fresh environment of what `load` gave for the name, here or in another process."""
     adapter, _, name = env_class.partition(":")
     named = {"name": name} if adapter in ADAPTERS else {}
+    given = {"env_config": EnvSettings(env_config or {}), "extras": extras, **named}
     try:
-        return entry_point(env_config=EnvSettings(env_config or {}), extras=extras, **named)
+        return entry_point(**given)
     except TypeError as error:
-        of_the_call = error.__traceback__ is None or error.__traceback__.tb_next is None
-        unknown = re.search(r"argument '(env_config|extras)'|takes no arguments", str(error))
-        if not (of_the_call and unknown):
-            raise
-        raise ValueError(
-            f"environment {env_class!r}: {error}; write "
-            "`def __init__(self, env_config=None, extras=None)`, and in it first "
-            "`super().__init__(env_config, extras)`"
-        ) from error
+        try:
+            inspect.signature(entry_point).bind(**given)
+        except TypeError:  # of the call, not of what is in the function
+            raise ValueError(
+                f"environment {env_class!r}: {error}; write "
+                "`def __init__(self, env_config=None, extras=None)`, and in it first "
+                "`super().__init__(env_config, extras)`"
+            ) from error
+        raise
 
 
 def load(env_class: str) -> Any:

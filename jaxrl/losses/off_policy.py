@@ -24,6 +24,7 @@ from jaxrl.array_ops import (
     safe_exp,
     zero_masked,
 )
+from jaxrl.config_error import fail
 
 Metrics = dict[str, Array]
 
@@ -163,21 +164,19 @@ def rejection_bounds(config: Any) -> dict[str, tuple[float, float]]:
         By name (low, high): of exp(k1), of k2 and k3; these have low 0, as they are not negative.
 
     Raises:
-        ValueError: an unknown statistic, a number of thresholds, or a threshold that is none.
+        ConfigError: an unknown statistic, a number of thresholds, or a threshold that is none.
     """
     if config.rollout_rs is None:
         return {}
     options = config.rollout_rs.replace(" ", "").split(",")
     if unknown := [name for name in options if name not in REJECTIONS]:
         known = ", ".join(REJECTIONS)
-        raise ValueError(f"rollout_rs: {unknown[0]!r} is none of {known}")
+        fail("rollout_rs", config.rollout_rs, f"{unknown[0]!r} is none of {known}")
     limits = str(config.rollout_rs_threshold).replace(" ", "").split(",")
     limits = limits * len(options) if len(limits) == 1 else limits
     if len(limits) != len(options):
-        raise ValueError(
-            f"rollout_rs_threshold={config.rollout_rs_threshold!r}: give one threshold, or one for "
-            f"each of the {len(options)} in rollout_rs"
-        )
+        remedy = f"give one threshold, or one for each of the {len(options)} in rollout_rs"
+        fail("rollout_rs_threshold", config.rollout_rs_threshold, remedy)
     return {name: _bounds(name, limit) for name, limit in zip(options, limits, strict=True)}
 
 
@@ -190,14 +189,11 @@ def _bounds(option: str, limit: str) -> tuple[float, float]:
         low, high = [1 / numbers[0], *numbers][-2:] if numbers[0] else (0.0, 0.0)
         if 0 < low <= 1 <= high and low < high and len(numbers) <= 2:
             return low, high
-        raise ValueError(
-            f"rollout_rs_threshold={limit!r} of {option!r}: give a band of ratios around 1, such "
-            "as 0.5_2.0, or its upper end"
-        )
+        remedy = f"of {option!r}: give a band of ratios around 1, such as 0.5_2.0, or its upper end"
+        fail("rollout_rs_threshold", limit, remedy)
     if len(numbers) != 1 or not numbers[0] > 0:
-        raise ValueError(
-            f"rollout_rs_threshold={limit!r} of {option!r}: give an upper bound > 0, such as 0.01"
-        )
+        remedy = f"of {option!r}: give an upper bound > 0, such as 0.01"
+        fail("rollout_rs_threshold", limit, remedy)
     return 0.0, numbers[0]
 
 

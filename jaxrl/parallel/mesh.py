@@ -10,6 +10,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from jaxrl.config_error import fail
+
 # data: rows of a batch. fsdp: rows, parameters and optimizer state. expert: the same, but whole
 # experts in place of parts of each. context: the tokens of each row, and parameters as fsdp.
 # tensor: heads, MLP width and vocabulary. The last axes are neighbours on the machine: tensor
@@ -25,23 +27,21 @@ def mesh_sizes(num_devices: int, **sizes: int) -> tuple[int, ...]:
             and no other is. Every other axis that is not named has size 1.
 
     Raises:
-        ValueError: they do not multiply to the number of devices.
+        ConfigError: they do not multiply to the number of devices.
     """
-    text = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     rest = 1 if -1 in sizes.values() else -1
     wanted = dict.fromkeys(AXES, 1) | {"data": rest} | sizes
     free = [axis for axis, size in wanted.items() if size == -1]
     fixed = math.prod(size for size in wanted.values() if size != -1)
     if len(free) > 1 or any(size < 1 and size != -1 for size in wanted.values()):
-        raise ValueError(
-            f"mesh {text}: every size must be at least 1, and one may be -1 (the rest)"
-        )
+        fail("mesh", sizes, "every size must be at least 1, and one may be -1 (the rest)")
     if num_devices % fixed or (not free and fixed != num_devices):
-        raise ValueError(
-            f"mesh {text} does not fit: the sizes must multiply to {num_devices}, the number of "
-            "devices, or divide it where one of them is -1 (the rest)"
-            f"{_sizes_that_fit(wanted, num_devices)}{_more_devices(fixed, num_devices)}"
+        remedy = (
+            f"the sizes must multiply to {num_devices}, the number of devices, or divide it where "
+            f"one of them is -1 (the rest){_sizes_that_fit(wanted, num_devices)}"
+            f"{_more_devices(fixed, num_devices)}"
         )
+        fail("mesh", sizes, remedy)
     return tuple(num_devices // fixed if size == -1 else size for size in wanted.values())
 
 

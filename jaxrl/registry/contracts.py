@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import jax
 import jax.numpy as jnp
 
+from jaxrl.config_error import fail
 from jaxrl.functions import Function, place_of
 from jaxrl.types import Array, TrainBatch
 
@@ -173,7 +174,7 @@ def check_hyperparameters(
         supplied: names that the trainer gives; a setting must not take their place.
 
     Raises:
-        ContractError: a name of `supplied`, or one that `func` does not take as a keyword-only
+        ConfigError: a name of `supplied`, or one that `func` does not take as a keyword-only
             parameter.
     """
     label, parameters = getattr(func, "__name__", repr(func)), inspect.signature(func).parameters
@@ -183,19 +184,13 @@ def check_hyperparameters(
     hyperparameters = [name for name in keyword_only if name not in supplied]
     for name, value in settings.items():
         if name in supplied:
-            raise ContractError(
-                f"{field}.{name}={value!r}: the trainer supplies '{name}'; remove it"
-            )
+            fail(f"{field}.{name}", value, f"the trainer supplies '{name}'; remove it")
         if name not in hyperparameters and inspect.Parameter.VAR_KEYWORD not in kinds:
             if name in by_position and name not in ESTIMATOR_SETTINGS:
-                raise ContractError(
-                    f"{field}.{name}={value!r}: '{name}' of '{label}' is not keyword-only: write "
-                    "*, before it"
-                )
-            raise ContractError(
-                f"{field}.{name}={value!r}: '{label}' takes no such parameter, only "
-                f"{hyperparameters}"
-            )
+                remedy = f"'{name}' of '{label}' is not keyword-only: write *, before it"
+                fail(f"{field}.{name}", value, remedy)
+            remedy = f"'{label}' takes no such parameter, only {hyperparameters}"
+            fail(f"{field}.{name}", value, remedy)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from jaxrl.config.field_status import SAME_DEFAULT, status_of
 from jaxrl.config.from_skyrl import from_command, from_script, from_yaml, main
 from jaxrl.config.skyrl.conversion import skyrl_defaults
 from jaxrl.config.skyrl.recipe_file import recipe_text
+from jaxrl.config_error import ConfigError, UnknownField
 from tests.config.test_schema import CHANGED_DEFAULTS, SEED
 from tests.config.test_skyrl_script import SCRIPT
 
@@ -207,6 +208,23 @@ def test_entry_points_that_are_settings_here(module, sizes, expected):
     assert len(result.refused) == ("async" in module)
     corrected = trainer.algorithm.off_policy_correction.tis_ratio_type
     assert corrected == ("token" if trainer.fully_async.enabled else None)
+
+
+def test_no_word_of_an_error_decides_what_is_converted(monkeypatch):
+    """A free asynchronous run gets weights; an unknown field and a wrong value are left out."""
+    words = ["uv", "run", "-m", "examples.train.fully_async.main_fully_async"]
+    words += ["trainer.train_batch_size=64", "trainer.policy_mini_batch_size=64"]
+    words += [
+        "trainer.my_own=1",
+        "trainer.algorithm.policy_loss_type=none_such",
+        "trainer.epochs=3",
+    ]
+    config = from_command(words).config
+    assert config.trainer.algorithm.off_policy_correction.tis_ratio_type == "token"
+    assert (config.trainer.algorithm.policy_loss_type, config.trainer.epochs) == ("regular", 3)
+    monkeypatch.setattr(ConfigError, "__str__", lambda error: "no")
+    monkeypatch.setattr(UnknownField, "__str__", lambda error: "no")
+    assert from_command(words).config == config
 
 
 def test_an_entry_point_of_the_users_own_is_left_out_with_a_reason():

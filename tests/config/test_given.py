@@ -145,24 +145,28 @@ WRONG = [
     (
         "environment.reward_functions",
         [reward, made_in_a_call()],
-        r"environment.reward_functions\[1\]: .*made_in_a_call.<locals>.<lambda> has no name by "
+        r"environment.reward_functions\[1\]=.*: .*made_in_a_call.<locals>.<lambda> has no name by "
         "which another start of the run could find it: define it at the top of a script",
     ),
     (
         "environment.reward_functions",
         reward,
-        r"reward_functions is one function or class: write a list",
+        r"reward_functions=<function reward .*: is one function or class: write a list",
     ),
-    ("environment.reward_functions", [3], r"reward_functions\[0\]: 3 is of type int; give a name"),
-    ("environment.env_class", MyEnv({}, {}), "env_class: .* is of type MyEnv; give a name, or a"),
+    (
+        "environment.reward_functions",
+        [3],
+        r"reward_functions\[0\]=3: 3 is of type int; give a name",
+    ),
+    ("environment.env_class", MyEnv({}, {}), "env_class=.* is of type MyEnv; give a name, or a"),
     (
         "trainer.algorithm.policy_loss_type",
         partial(loss),
-        "policy_loss_type: functools.partial.* has no name by which",
+        "policy_loss_type=functools.partial.* has no name by which",
     ),
-    ("trainer.algorithm.advantage_estimator", 0.5, "advantage_estimator: 0.5 is of type float"),
+    ("trainer.algorithm.advantage_estimator", 0.5, "advantage_estimator=0.5: 0.5 is of type float"),
     ("trainer.run_name", reward, "trainer.run_name=<function reward .*: expected str"),
-    ("data.train_data", ROWS[0], r"data.train_data is one row: write a list of rows, \[\{"),
+    ("data.train_data", ROWS[0], r"data.train_data=\{.*: is one row: write a list of rows, \[\{"),
     ("data.train_data", [1, 2], r"data.train_data\[0\]=1: expected str"),
     ("data.train_data", [{"prompt": object}], "row 0 cannot be written as JSON .*is a type"),
     ("data.train_data", [{"prompt": "1", (1, 2): 3}], "row 0 cannot be written as JSON"),

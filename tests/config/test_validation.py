@@ -1,4 +1,5 @@
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -11,6 +12,8 @@ from jaxrl.config import (
     resolve,
     validate,
 )
+from jaxrl.config.dataclass_config import flatten
+from jaxrl.config_error import ConfigError
 
 
 def check(overrides, num_devices=1):
@@ -146,7 +149,7 @@ def test_fields_of_a_user_class_are_not_judged():
         ),
         (
             {"trainer.watching.thresholds": {"entropy_colapse": 0.1}},
-            r"key of trainer.watching.thresholds='entropy_colapse': .* mean 'entropy_collapse'\?",
+            r"thresholds.entropy_colapse='entropy_colapse': .* mean 'entropy_collapse'\?",
         ),
         (
             {"trainer.watching.thresholds": {"not_finite": float("nan")}},
@@ -314,8 +317,11 @@ def test_fields_of_a_user_class_are_not_judged():
     ],
 )
 def test_error_names_field_value_and_fix(overrides, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message) as raised:
         check(overrides)
+    error = pickle.loads(pickle.dumps(raised.value))  # of another process
+    assert str(error) == str(raised.value) == f"{error.field}={error.value!r}: {error.remedy}"
+    assert any(f"{error.field}.".startswith(f"{name}.") for name in flatten(TrainConfig()))
 
 
 def test_functions_by_path_and_by_registered_name():

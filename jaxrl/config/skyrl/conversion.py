@@ -1,6 +1,5 @@
 """SkyRL's settings as ours: each is taken, changed, without effect, or refused with a reason."""
 
-import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from jaxrl.config.overrides import apply_overrides, current_name
 from jaxrl.config.skyrl.names import OFF, SKYRLS_NAMES, EntryPoint, setting_of, unloadable
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.validation import validate
+from jaxrl.config_error import ConfigError, UnknownField
 from jaxrl.losses import LOSSES
 
 _ENGINE = "generator.inference_engine"
@@ -38,8 +38,6 @@ _LAYOUT = {
     f"{_ENGINE}.tensor_parallel_size",
     f"{_ASYNC}.num_parallel_generation_workers",
 }
-# An asynchronous run without it is refused here: nothing says that older weights sampled.
-_ANCHOR = "trainer.algorithm.off_policy_correction.tis_ratio_type"
 _INTERVALS = ["ckpt_interval", "hf_save_interval", "eval_interval", "print_example_interval"]
 
 
@@ -152,8 +150,11 @@ def _place(
     status = status_of(current) or status_of(current.rpartition(".")[0])
     try:
         apply_overrides(TrainConfig(), {current: value})
+    except UnknownField as error:
+        near = f" Did you mean '{error.near}'?" if error.near else ""
+        return result.refused.append(f"{shown}: unknown config field '{error.field}'.{near}")
     except ValueError as error:
-        return result.refused.append(f"{shown}: {str(error).partition(' Fields of ')[0]}")
+        return result.refused.append(f"{shown}: {error}")
     if status is not None and (status.status == "inert" or current == "trainer.strategy"):
         return result.inert.append(f"{shown}: {status.note}")
     if current in entry.sets and "overlong" not in current:
@@ -245,9 +246,11 @@ def _fit_async(values: dict[str, Any], result: Conversion) -> None:
 
 
 def _settle(values: dict[str, Any], num_devices: int | None, result: Conversion) -> None:
-    """Build and validate; a setting that `validate` names is left out, with its reason.
+    """Build and validate; a setting that `validate` refuses is mended or left out, with its reason.
 
-    One that has the default's value stays: without it the run would be the same.
+    An asynchronous run gets the weights without which it is refused here: nothing would say that
+    older ones sampled. A setting that has the default's value stays: without it the run would be
+    the same.
     """
     while True:
         config = result.config = apply_overrides(TrainConfig(), values)
@@ -258,15 +261,16 @@ def _settle(values: dict[str, Any], num_devices: int | None, result: Conversion)
                 warnings.simplefilter("ignore")  # the run prints them
                 validate(resolve(config), result.num_devices, hosts)
             return
-        except ValueError as error:
-            name = re.match(r"[a-z_.]+", str(error))
-            keys = [k for k in values if name and f"{k}.".startswith(f"{name[0].rstrip('.')}.")]
+        except ConfigError as error:
+            if error.changes and values.keys().isdisjoint(error.changes):
+                values |= {k: Text(v) for k, v in error.changes.items()}
+                added = ", ".join(f"{k}={v!r}" for k, v in error.changes.items())
+                result.refused.append(f"{error} ({added} is added)")
+                continue
+            field = error.field.partition("[")[0]
+            keys = [k for k in values if f"{k}.".startswith(f"{field}.")]
             default = TrainConfig()
             keys = [k for k in keys if apply_overrides(default, {k: values[k]}) != default]
-            if _ANCHOR not in values and f"{_ANCHOR.rpartition('.')[2]}='token'" in str(error):
-                values[_ANCHOR] = Text("token")
-                result.refused.append(f"{error} (token weights are added)")
-                continue
             if not keys:
                 result.problem = str(error)
                 return
@@ -274,6 +278,9 @@ def _settle(values: dict[str, Any], num_devices: int | None, result: Conversion)
             for key in keys:
                 _drop(key, values, result)
             (result.refused if asked else result.changed).append(str(error))
+        except ValueError as error:  # of no field by itself
+            result.problem = str(error)
+            return
 
 
 def _devices_of(config: TrainConfig) -> int:
