@@ -230,11 +230,11 @@ WRONG = [
     ({"data": ROWS, "reward": reward, "seed": "a"}, "trainer.seed='a': expected int"),
     (
         {"data": ROWS, "reward": lambda completions: 0.0},
-        r"reward_functions\[0\]: .*<lambda> has no name by which another start",
+        r"reward_functions\[0\]=.*<lambda>.*:.* has no name by which another start",
     ),
     ({"data": ROWS, "reward": own_loss}, "reward function .*'log_probs'"),
     ({"data": ROWS, "reward": reward, "loss": reward}, "policy loss .*takes .* by position"),
-    ({"data": ROWS, "environment": OwnEnv({}, {})}, "env_class: .* is of type OwnEnv; give"),
+    ({"data": ROWS, "environment": OwnEnv({}, {})}, "env_class=.* is of type OwnEnv; give"),
     ({"model": "models/none", "data": ROWS, "reward": reward}, "'models/none' is neither"),
     ({"model": ROWS, "reward": reward}, "model is a list, .*: rows are data=rows"),
     ({"config": 3}, "TrainConfig=3: expected a mapping"),

@@ -102,6 +102,18 @@ def test_a_prompt_that_was_prefilled_with_one_adapter_is_found_with_it_alone():
     assert (reused, anew, other) == (0, len(PROMPT) - 1, len(PROMPT) - 1)
 
 
+def test_adapters_stay_where_they_are_when_the_base_changes_or_sleeps():
+    made = engine()
+    (one,) = put(made, 3)
+    before = results(made.generate([ask(one)]))
+    made.update_weights(random_params(MODEL, 1), 2)
+    other = results(made.generate([ask(one), ask()]))
+    assert other[0] != other[2] != before[0] != other[0]
+    made.sleep()
+    made.update_weights(random_params(MODEL), 1)
+    assert results(made.generate([ask(one)])) == before
+
+
 def test_wrong_places_are_refused():
     with pytest.raises(ValueError, match="the engine has places from 1 to 3"):
         engine().submit([ask(Adapter("model", 4))])

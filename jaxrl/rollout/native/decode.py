@@ -281,18 +281,37 @@ def decode_layers(
     )
 
 
-def with_places(config: TransformerConfig, params: Params, lora: LoraConfig, places: int) -> Params:
-    """Return the decode layout, not fused, with empty places for adapters at their matrices."""
+def with_places(
+    config: TransformerConfig,
+    params: Params,
+    lora: LoraConfig,
+    places: int,
+    held: Sequence[tuple[Array, Array]] | None = None,
+) -> Params:
+    """Return the decode layout, not fused, with places for adapters at their matrices.
+
+    Args:
+        held: what is in the places, of `in_places`; None = nothing.
+    """
     params = {**params, STACKED: tuple(map(dict, params[STACKED]))}
+    pairs = iter(held or ())
     for leaf, pair in adapter_specs(lora).items():
         for home, name, at in _homes(config, params, leaf):
             w, (*inputs, rank) = home[name], pair["a"].shape[len(at) :]
-            home[name] = LoraStack(
-                w,
+            empty = (
                 jnp.zeros((*inputs, places, rank), w.dtype),
                 jnp.zeros((places, *pair["b"].shape[len(at) :]), w.dtype),
             )
+            home[name] = LoraStack(w, *next(pairs, empty))
     return params
+
+
+def in_places(
+    config: TransformerConfig, params: Params, lora: LoraConfig
+) -> list[tuple[Array, Array]]:
+    """Return the adapters of all places, at each of their matrices."""
+    homes = [home for leaf in adapter_specs(lora) for home in _homes(config, params, leaf)]
+    return [(home[name].a, home[name].b) for home, name, _ in homes]
 
 
 def put_adapter(

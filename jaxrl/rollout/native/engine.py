@@ -234,7 +234,7 @@ class NativeEngine(SampleThread):
 
         `params` is copied, the caller may donate it. What finished samples left in the cache is
         forgotten; samples in flight go on with theirs, which no sample that begins later finds, or
-        compute it anew with `recompute_kv_on_update`.
+        compute it anew with `recompute_kv_on_update`. Adapters stay in their places.
         """
         with self._held():
             self._land()

@@ -457,6 +457,7 @@ class Programs:
                 "nor quantised; give it one, and more engines for more devices"
             )
         self.lora, self.places = lora, places
+        self._adapters: list[tuple[Array, Array]] | None = None  # in the places, without weights
         self.group_bytes, self._most_pages = group_bytes, pages
         self.parts = batch_devices(mesh, RULES)
         self.slots = round_up(slots, self.parts)
@@ -489,12 +490,19 @@ class Programs:
     def load(self, params: Params) -> None:
         """Take over a copy of the trainer's parameters, from whatever devices they are on.
 
-        All places for adapters are empty then.
+        Adapters stay in their places.
         """
-        self.params = None  # two decode copies never live together
+        self._let_go()  # two decode copies never live together
         self.params = self.functions.load(params, self.group_bytes)
         if self.places and self.lora is not None:
-            self.params = device.with_places(self.config, self.params, self.lora, self.places)
+            known = self.config, self.params, self.lora, self.places
+            self.params = device.with_places(*known, self._adapters)
+
+    def _let_go(self) -> None:
+        """Free the weights; adapters, which are small, are kept for those that come next."""
+        if self.params is not None and self.places and self.lora is not None:
+            self._adapters = device.in_places(self.config, self.params, self.lora)
+        self.params = None
 
     def put_adapter(self, place: int, adapters: Params, scale: float) -> None:
         """Put an adapter to a place."""
@@ -506,7 +514,7 @@ class Programs:
         """Free the cache, and the weights. Its length stays: programs are compiled for it."""
         self._cache = None
         if weights:
-            self.params = None
+            self._let_go()
 
     @property
     def columns(self) -> int:
