@@ -22,13 +22,13 @@ from jaxrl import activity, config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.microbatching import hindsight_microbatching, longest_trajectory
 from jaxrl.config.objective_requirements import (
+    demonstrations_apart,
     distills,
     distills_hindsight,
     estimator_name,
     estimator_row,
     has_critic,
     kl_in_reward,
-    loss_row,
     needs_greedy,
     needs_old_log_probs,
     needs_reference,
@@ -105,6 +105,7 @@ from jaxrl.training.rewards import (
     make_estimate,
     nan_advantages,
     next_kl_coef,
+    of_evidence,
     penalize_kl,
     shape_rewards,
 )
@@ -721,7 +722,8 @@ class Trainer:
             if int(self.state.step) == 0:
                 raise ContractError(wrong)
             activity.warn(f"{wrong}. Their minibatches are skipped")
-        self.metrics |= advantage_metrics(batch) | advantages_by_correctness(batch, scores)
+        seen = of_evidence(batch, apart=demonstrations_apart(algorithm))
+        self.metrics |= advantage_metrics(batch) | advantages_by_correctness(seen, scores)
         return batch.replace(
             is_last_step=None,
             valid_mask=None,
@@ -735,15 +737,16 @@ class Trainer:
         row = estimator_row(self.config.trainer.algorithm)
         weights = self.config.environment.reward_weights
         per_turn = row is not None and row.per_turn
-        loss = loss_row(self.config.trainer.algorithm)
-        apart = loss is not None and loss.demonstrations == "apart"
+        apart = demonstrations_apart(self.config.trainer.algorithm)
         return advantages_of(self.estimate, batch, kept, weights, per_turn=per_turn, apart=apart)
 
     # ---------------------------------------------------------------- 7 to 9: the update
 
     def update_critic(self, batch: TrainBatch, step: int) -> None:
-        """Let the critic learn the returns, if there is one."""
+        """Let the critic learn the returns, if there is one; none of what is no evidence."""
         if self.critic:
+            apart = demonstrations_apart(self.config.trainer.algorithm)
+            batch = of_evidence(batch, apart=apart).replace(valid_mask=None)
             with timed(self.metrics, "critic_train"):
                 critic, metrics = self.critic.update(self.state.critic, batch, step)
             self.state, self.metrics = self.state.replace(critic=critic), self.metrics | metrics

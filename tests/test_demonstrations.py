@@ -3,19 +3,25 @@
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl import config as cfg
+from jaxrl.advantages import ROWS
 from jaxrl.audit import main as audit
+from jaxrl.data.packing import empty_batch
 from jaxrl.data.recorded import read_rollouts, rollouts_path
 from jaxrl.envs.toys.sort_digits import prompts
 from jaxrl.replay import main as replay
 from jaxrl.train import BasePPOExp, exit_status, train
+from jaxrl.training.critic import Critic
 from jaxrl.training.rewards import advantages_of, make_estimate
 from jaxrl.types import TrainBatch
 from tests.test_resume import resumed_as_whole
 from tests.test_train import metric_lines, small
+from tests.training.test_critic import TINY
 
 ONE = {"generator.demonstrations": True, "trainer.algorithm.use_kl_loss": False}
 
@@ -93,6 +99,94 @@ def test_samples_are_compared_with_demonstrations_or_not():
     np.testing.assert_allclose(advantages[:, 0], [-1, 0, 1, -3, 1, 2])
     _, advantages, _ = advantages_of(estimate, batch, apart=True)
     np.testing.assert_allclose(advantages[~batch.demonstrated, 0], [-0.5, 0.5, -2, 2])
+
+
+def whitened(token_level_rewards, response_mask, index, **_):
+    """A user's estimator that has never heard of demonstrations."""
+    tokens = response_mask.sum()
+    scores = token_level_rewards.sum(-1, keepdims=True) * response_mask
+    centred = (scores - scores.sum() / tokens) * response_mask
+    advantages = centred / jnp.sqrt(jnp.square(centred).sum() / tokens + 1e-6)
+    return advantages, advantages
+
+
+SETTINGS = {"pass_at_k": {"k": 1}, "gfpo": {"keep": 2}}
+CASES = [(name, False) for name in ROWS] + [("grpo", True), (f"{__name__}:whitened", False)]
+
+
+@pytest.mark.parametrize(("name", "normalize"), CASES)
+def test_apart_samples_have_the_advantages_that_they_have_alone(name, normalize):
+    """Two prompts of three samples, one of which failed, and a demonstration each.
+
+    The demonstrations are right and long: where an estimator looks at the batch, with their score
+    on every token, they would push all samples down.
+    """
+    row = ROWS.get(name)
+    given, per_turn = np.arange(8) % 4 == 3, row is not None and row.per_turn
+    lengths, scores = np.where(given, 12, [2, 3, 4, 0, 4, 2, 3, 0]), np.array([0, 1, 0, 1] * 2)
+    valid = np.arange(8) != 5
+    scores = (scores * valid).astype(np.float32)
+    place = np.arange(12)
+    mask = (place < lengths[:, None]).astype(np.float32)
+    numbers = np.random.default_rng(0).normal(size=(3, 8, 12)).astype(np.float32)
+    whole = empty_batch(8, 12).replace(
+        tokens=np.tile(place.astype(np.int32), (8, 1)),
+        lengths=lengths.astype(np.int32),
+        response_mask=mask,
+        loss_mask=mask * valid[:, None],
+        rewards=scores[:, None] * (place == lengths[:, None] - 1),
+        index=np.repeat(np.arange(2, dtype=np.int32), 4),
+        valid_mask=valid,
+        demonstrated=given,
+        values=numbers[0],
+        old_log_probs=numbers[1],
+        ref_log_probs=numbers[2],
+        reward_terms=np.stack([scores, 1 - scores], 1),
+        greedy_rewards=np.repeat(np.float32([0.5, 0.25]), 4),
+        turn_rewards=scores,
+        is_last_step=np.ones(8, bool) if per_turn else None,
+    )
+    alone = jax.tree.map(lambda x: x[~given], whole).replace(demonstrated=None)
+    estimate = make_estimate(
+        cfg.AlgorithmConfig(
+            advantage_estimator=name,
+            advantage_kwargs=SETTINGS.get(name, {}),
+            advantage_batch_normalize=normalize,
+        )
+    )
+    (_, apart, returns), (_, expected, expected_returns) = (
+        advantages_of(estimate, batch, per_turn=per_turn, apart=True) for batch in (whole, alone)
+    )
+    np.testing.assert_allclose(apart[~given], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(returns[~given], expected_returns, rtol=1e-5, atol=1e-6)
+    assert expected[alone.loss_mask != 0].any()
+    assert not apart[given].any()
+
+
+def test_the_critic_does_not_learn_from_demonstrations_apart(tmp_path, monkeypatch):
+    seen = []
+    update = Critic.update
+
+    def watched(self, state, batch, step):
+        seen.append(batch)
+        return update(self, state, batch, step)
+
+    monkeypatch.setattr(Critic, "update", watched)
+    settings = {
+        "trainer.critic.model.path": TINY,
+        "trainer.critic.model.random_init": True,
+        "trainer.critic_mini_batch_size": 4,
+        "trainer.algorithm.advantage_estimator": "gae",
+        "generator.sampling_params.max_generate_length": 5,
+        "trainer.max_training_steps": 1,
+        **dict.fromkeys(("trainer.eval_interval", "trainer.ckpt_interval"), -1),
+        "trainer.hf_save_interval": -1,
+    }
+    train(demonstrated(tmp_path, "chord", length=2, **settings))
+    (batch,) = seen
+    given = np.asarray(batch.demonstrated)
+    assert given.any() and not np.asarray(batch.loss_mask)[given].any()
+    assert np.asarray(batch.loss_mask)[~given].any(-1).all()
 
 
 def test_an_answer_is_cut_where_sampling_would_end_it(tmp_path):

@@ -124,6 +124,12 @@ def needs_greedy(algorithm: AlgorithmConfig) -> bool:
     return "greedy_rewards" in _estimator_parameters(algorithm)
 
 
+def demonstrations_apart(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss keeps samples from being compared with demonstrations."""
+    row = loss_row(algorithm)
+    return row is not None and row.demonstrations == "apart"
+
+
 def has_critic(trainer: TrainerConfig) -> bool:
     """Return whether a critic is trained beside the policy."""
     return trainer.critic.model.path is not None

@@ -32,9 +32,10 @@ def chord(
 
     Zhang et al., 2025, https://arxiv.org/abs/2508.11408 (CHORD-phi, with its mu): phi leaves alone
     what the policy knows, and what it could only learn by forgetting. Demonstrations are no part of
-    the group that samples are compared with. CHORD-mu, without phi, lowers mu from 0.9 to 0.05 in
-    its first 200 steps; here mu stays. Both means are of the minibatch: the loss is registered with
-    batch_statistics and undoes the one mean of loss_reduction "token_mean".
+    the group that samples are compared with, nor of anything else that an estimator or a critic
+    looks at. CHORD-mu, without phi, lowers mu from 0.9 to 0.05 in its first 200 steps; here mu
+    stays. Both means are of the minibatch: the loss is registered with batch_statistics and undoes
+    the one mean of loss_reduction "token_mean".
 
     Args:
         log_probs, old_log_probs, advantages: [B, T] float, the whole minibatch.

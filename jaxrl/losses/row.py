@@ -37,8 +37,8 @@ class Loss(NamedTuple):
         anchor_setting: what makes its ratio one against the sampler; "" = nothing does.
         whole_batch: it looks at the whole minibatch: its means, its highest covariances.
         demonstrations: what it makes of answers that the data gives, see
-            `generator.demonstrations`: "in the group" = samples are compared with
-            them, "apart" = not; "" = it has no place for them.
+            `generator.demonstrations`: "in the group" = samples are compared with them, "apart" =
+            not, and no estimator or critic sees them; "" = it has no place for them.
         plain_at_one: where the ratio is 1 its gradient is that of the surrogate without a clip.
         check: what is wrong with the fields that it reads.
         odd: what is legal and seldom meant.

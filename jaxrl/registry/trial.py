@@ -65,6 +65,8 @@ def _try_estimator(algorithm: Any, func: Function, batch: TrainBatch) -> None:
     names = "response_mask", "index", "loss_mask", "valid_mask", "old_log_probs", "ref_log_probs"
     arrays = {"token_level_rewards": batch.rewards, "values": batch.values}
     arrays |= {name: getattr(batch, name) for name in names}
+    assert batch.valid_mask is not None  # `_batch`
+    arrays["response_mask"] = batch.response_mask * batch.valid_mask[:, None]  # as in a run
     arrays["reward_terms"] = np.asarray(batch.rewards).sum(-1, keepdims=True)
     arrays["reward_weights"] = np.ones(1, np.float32)
     arrays["turn_rewards"] = arrays["greedy_rewards"] = np.asarray(batch.rewards).sum(-1)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.advantages.normalize import normalize_advantages
-from jaxrl.array_ops import Array, FloatBT, FloatScalar, MaskBT, masked_mean
+from jaxrl.array_ops import Array, BoolB, FloatBT, FloatScalar, MaskBT, masked_mean
 from jaxrl.config import AlgorithmConfig, GeneratorConfig, KLCtrlConfig
-from jaxrl.config.objective_requirements import entropy_is_adaptive
+from jaxrl.config.objective_requirements import demonstrations_apart, entropy_is_adaptive
 from jaxrl.data.columns import last_steps, trajectory_numbers
 from jaxrl.data.packing import length_bucket, token_level
 from jaxrl.data.selection import soft_overlong_punishment, zero_variance_groups
@@ -49,7 +49,11 @@ def shape_rewards(
         output = _punish_overlong(output, sampled, generator, algorithm)
     if algorithm.zero_variance_filter:
         last, tol = last_steps(output), algorithm.zero_variance_filter_tol
-        same = zero_variance_groups(last["rewards"], uids, last["loss_masks"], tol=tol)
+        apart = np.zeros(len(uids), bool)  # demonstrations are neither compared nor filtered
+        if demonstrations_apart(algorithm):
+            apart |= last.get("demonstrated", False)
+        judged = [[] if a else mask for mask, a in zip(last["loss_masks"], apart, strict=True)]
+        same = zero_variance_groups(last["rewards"], uids, judged, tol=tol) & ~apart
         masks = output["loss_masks"]
         trajectory_of_row = trajectory_numbers(output.get("is_last_step", [True] * len(masks)))
         masks = [
@@ -104,15 +108,17 @@ def penalize_kl(
         coef: [] `TrainState.kl_coef`.
 
     Returns:
-        The batch; avg_kl is the mean over rows of their token mean, avg_kl_max that of their
-        largest |kl|.
+        The batch; avg_kl is the mean over sampled rows of their token mean, avg_kl_max that of
+        their largest |kl|.
     """
+    given = batch.demonstrated  # of what nobody sampled k is no estimate of the KL
     penalized = _penalize_kl(
         batch.rewards,
         batch.old_log_probs,
         batch.ref_log_probs,
         batch.loss_mask,
         np.asarray(coef),
+        None if given is None else ~np.asarray(given),
         kind=algorithm.kl_estimator_type,
     )
     rewards, metrics = jax.device_get(penalized)
@@ -121,12 +127,19 @@ def penalize_kl(
 
 @functools.partial(jax.jit, static_argnames="kind")
 def _penalize_kl(
-    rewards: FloatBT, old: FloatBT, ref: FloatBT, mask: MaskBT, coef: FloatScalar, *, kind: str
+    rewards: FloatBT,
+    old: FloatBT,
+    ref: FloatBT,
+    mask: MaskBT,
+    coef: FloatScalar,
+    sampled: BoolB | None,
+    *,
+    kind: str,
 ) -> tuple[Array, dict[str, Array]]:
     kl = approximate_kl(old, ref, mask, kind)
     metrics = {
-        "loss/avg_kl": masked_mean(kl, mask, -1).mean(),
-        "loss/avg_kl_max": jnp.abs(kl).max(-1).mean(),
+        "loss/avg_kl": masked_mean(masked_mean(kl, mask, -1), sampled),
+        "loss/avg_kl_max": masked_mean(jnp.abs(kl).max(-1), sampled),
         "loss/kl_loss_coef": coef,
     }
     return penalized_rewards(rewards, kl, mask, coef), metrics
@@ -205,6 +218,28 @@ def state_advantages_and_returns(
     return state, advantages, returns
 
 
+def of_evidence(batch: TrainBatch, *, apart: bool) -> TrainBatch:
+    """Empty rewards and masks of the rows that say nothing about what the policy does.
+
+    Those are trajectories whose environment failed and, where they are `apart`, demonstrations. All
+    that an estimator or a critic looks at beside a row goes by a mask: groups, deviations, counts,
+    what is normalised over the batch. So neither need know why a row is no evidence.
+
+    Args:
+        batch: without a `valid_mask`, failures are the rows that are masked everywhere.
+        apart: the loss keeps demonstrations apart, see `losses.row.Loss.demonstrations`.
+    """
+    valid = batch.valid_mask
+    rows = np.asarray(np.any(batch.loss_mask, axis=-1) if valid is None else valid, bool)
+    if apart and batch.demonstrated is not None:
+        rows = rows & ~np.asarray(batch.demonstrated)
+    if rows.all():
+        return batch
+    names = "rewards", "response_mask", "loss_mask"
+    emptied = {name: np.where(rows[:, None], getattr(batch, name), 0) for name in names}
+    return batch.replace(valid_mask=rows, **emptied)
+
+
 def advantages_of(
     estimate: Estimate,
     batch: TrainBatch,
@@ -225,17 +260,19 @@ def advantages_of(
         state: of an estimator with memory, before the batch.
         weights: of rewards by name; empty = each counts once.
         per_turn: see `Estimator`; rows are turns.
-        apart: samples are not compared with demonstrations, each of which is a group of its own.
+        apart: samples are not compared with demonstrations, see `of_evidence`; each of these is a
+            group of its own.
     """
+    seen = of_evidence(batch, apart=apart)
     arrays = {  # by keyword: an estimator may take them all as **kwargs
-        "token_level_rewards": batch.rewards,
-        "response_mask": batch.response_mask,
-        "index": batch.index,
-        "loss_mask": batch.loss_mask,
+        "token_level_rewards": seen.rewards,
+        "response_mask": seen.response_mask,
+        "index": seen.index,
+        "loss_mask": seen.loss_mask,
     }
     optional = ("valid_mask", "values", "old_log_probs", "ref_log_probs", "reward_terms")
     optional += ("greedy_rewards",)
-    more = {name: getattr(batch, name) for name in optional}
+    more = {name: getattr(seen, name) for name in optional}
     arrays |= {name: x for name, x in more.items() if x is not None}
     if apart and batch.demonstrated is not None:
         own = int(np.max(batch.index)) + np.cumsum(batch.demonstrated)
@@ -260,7 +297,8 @@ def advantages_of(
     if batch.is_last_step is None:
         return jax.device_get(estimate(state, **arrays, **known))
     arrays = {name: np.asarray(x)[batch.is_last_step] for name, x in arrays.items()}
-    arrays["response_mask"] = np.ones_like(arrays["response_mask"])
+    ones = np.ones_like(arrays["response_mask"])
+    arrays["response_mask"] = ones * arrays.get("valid_mask", ones[:, 0])[:, None]
     state, advantages, returns = jax.device_get(estimate(state, **arrays, **known))
     trajectory_of_row = trajectory_numbers(batch.is_last_step)
     mask = np.asarray(batch.response_mask)

@@ -50,6 +50,21 @@ def test_prompts_without_differences_are_masked(per_token):
     assert given["loss_masks"] == [[1, 1]] * 4
 
 
+def test_demonstrations_apart_decide_for_no_sample_and_are_not_filtered():
+    # the samples of "a" earn the same, its demonstration more; of "b" it earns what one sample does
+    given = output([0.0, 0.0, 1.0, 0.0, 1.0, 1.0], [2] * 6)
+    given["demonstrated"] = [False, False, True] * 2
+    uids, masks = ["a"] * 3 + ["b"] * 3, {"chord": [[0, 0]] * 2 + [[1, 1]] * 4}
+    for loss, expected in (masks | {"luffy": [[1, 1]] * 6}).items():
+        algorithm = AlgorithmConfig(zero_variance_filter=True, policy_loss_type=loss)
+        assert shape_rewards(given, uids, GENERATOR, algorithm)[0]["loss_masks"] == expected
+    given["rewards"] = [1.0] * 6
+    algorithm = AlgorithmConfig(zero_variance_filter=True, policy_loss_type="chord")
+    shaped, metrics = shape_rewards(given, uids, GENERATOR, algorithm)
+    assert shaped["loss_masks"] == [[0, 0], [0, 0], [1, 1]] * 2
+    assert metrics == {"reward/num_zero_variance_filtered": 4}
+
+
 def test_soft_overlong_punishment_takes_from_the_last_token():
     # beyond 10 - 4 = 6 tokens: 0.5 (8 - 6) / 4 = 0.25, 0.5 (10 - 6) / 4 = 0.5
     algorithm = AlgorithmConfig(overlong_buffer=OverlongBufferConfig(len=4, penalty_factor=0.5))
@@ -108,6 +123,21 @@ def test_kl_in_the_rewards():
         "loss/avg_kl_max": 3.0,  # (2 + 4) / 2
         "loss/kl_loss_coef": 0.5,
     }
+
+
+def test_the_kl_of_demonstrations_is_not_that_of_the_policy():
+    # k1 = 1 where it was sampled; 5 of the demonstration, for which it pays, and nobody counts it
+    batch = empty_batch(2, 1).replace(
+        rewards=np.ones((2, 1), np.float32),
+        loss_mask=np.ones((2, 1), np.float32),
+        old_log_probs=np.array([[-1], [-1]], np.float32),
+        ref_log_probs=np.array([[-2], [-6]], np.float32),
+        demonstrated=np.array([False, True]),
+    )
+    algorithm = AlgorithmConfig(kl_estimator_type="k1")
+    penalized, metrics = penalize_kl(batch, np.float32(0.5), algorithm)
+    np.testing.assert_allclose(penalized.rewards, [[0.5], [-1.5]])
+    assert (metrics["loss/avg_kl"], metrics["loss/avg_kl_max"]) == (1.0, 1.0)
 
 
 def test_the_controller_moves_the_coefficient():
