@@ -10,12 +10,16 @@ a subclass that gives a field another default keeps its constraints.
 
 import difflib
 import importlib
+import math
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.config.dataclass_config import BaseConfig, field_markers, field_values, is_config
 from jaxrl.config_error import fail
+
+_CONTROL = ("Cc", "Zl", "Zp")  # categories of Unicode: control, line and paragraph separators
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,27 @@ def check_constraints(config: BaseConfig, path: str = "") -> None:
         field = f"{path}.{name}" if path else name
         if is_config(value):
             check_constraints(value, field)
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            _check_number(f"{field}.{key}", inner)  # to a function of the user's inf may mean much
+        check_finite(field, value)
         for marker in markers[name]:
             if isinstance(marker, Constraint):
                 marker.check(field, value)
+
+
+def check_finite(field: str, value: Any) -> None:
+    """Refuse NaN, with which every comparison is false, and infinity: 0 times it is NaN.
+
+    No field means infinity: what is not to be bounded is None, -1 or a large number.
+    """
+    _check_number(field, value)
+    if isinstance(value, float) and math.isinf(value):
+        fail(field, value, "is not finite; set a number, a large one such as 1e9 for no bound")
+
+
+def _check_number(field: str, value: Any) -> None:
+    if isinstance(value, float) and math.isnan(value):
+        fail(field, value, "is not a number; set one")
 
 
 @Constraint
@@ -76,6 +98,39 @@ def not_negative(field: str, value: float) -> None:
     """Refuse a number below 0."""
     if value is None or not value >= 0:
         fail(field, value, "must not be negative; set it to 0 or more")
+
+
+@Constraint
+def named(field: str, value: str | None) -> None:
+    """Refuse a name or path that is empty, or has line breaks or other control characters."""
+    if value is None:
+        return
+    if not value.strip():
+        fail(field, value, "is empty; set a name, or leave it out for the default")
+    _check_line(field, value)
+
+
+@Constraint
+def one_line(field: str, value: str | None) -> None:
+    """Refuse line breaks and other control characters in a path that may be empty."""
+    _check_line(field, value or "")
+
+
+def _check_line(field: str, value: str) -> None:
+    if wrong := next((c for c in value if unicodedata.category(c) in _CONTROL), None):
+        fail(field, value, f"has the control character {wrong!r}; leave that out")
+
+
+def folder_in(above: str) -> Constraint:
+    """Require the name of one folder; `above` is the field that says where it is."""
+
+    def check(field: str, value: str) -> None:
+        named.check(field, value)
+        if value in (".", "..") or "/" in value or "\\" in value:
+            fix = f"names one folder in {above}, without '/', '\\' or '..'; put the path into that"
+            fail(field, value, fix)
+
+    return Constraint(check)
 
 
 def positive_or(other: int | None, meaning: str) -> Constraint:

@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from jaxrl.config.constraints import between, must, not_negative, one_of, positive, positive_or
+from jaxrl.config.constraints import (
+    between,
+    must,
+    named,
+    not_negative,
+    one_of,
+    positive,
+    positive_or,
+)
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, inert, later, mapped, new
 
@@ -209,7 +217,7 @@ class InferenceEngineConfig(BaseConfig):
         int, must(lambda port: port in range(65536), "must be 0 (any) to 65535"), _ENDPOINT
     ] = 8000
     """Port of that endpoint."""
-    served_model_name: Annotated[str | None, _ENDPOINT] = None
+    served_model_name: Annotated[str | None, named, _ENDPOINT] = None
     """Model name that requests to the endpoint must carry."""
     distributed_executor_backend: Annotated[str, _VLLM_ONLY] = "ray"
     """vLLM's executor."""
@@ -232,7 +240,7 @@ class InferenceEngineConfig(BaseConfig):
     engine_devices: Annotated[list[str] | None, new()] = None
     """CUDA_VISIBLE_DEVICES of each server that is started, e.g. ["2,3", "4,5"]; None = as in this
     process."""
-    weights_folder: Annotated[str | None, new()] = None
+    weights_folder: Annotated[str | None, named, new()] = None
     """Where weights are written for remote engines, which must see it under the same path; for
     jaxrl's own servers also an address in a bucket ("gs://", "s3://"); None = "weights" in the
     run's folder."""

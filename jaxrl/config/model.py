@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from jaxrl.config.constraints import between, must, not_negative, one_in, one_of, positive
+from jaxrl.config.constraints import between, must, named, not_negative, one_in, one_of, positive
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, new
 
@@ -27,6 +27,7 @@ class SkyRLLoraConfig(BaseConfig):
     """Dropout probability on the adapter input, in the passes that are differentiated."""
     lora_sync_path: Annotated[
         str | None,
+        named,
         implemented(
             "the policy's, with backend='vllm'; None: adapters are merged into the weights",
             only_with="lora.rank > 0",
@@ -51,7 +52,7 @@ class SkyRLLoraConfig(BaseConfig):
 class ModelConfig(BaseConfig):
     """Describe where a model comes from."""
 
-    path: str | None = None
+    path: Annotated[str | None, named] = None
     """Hugging Face model folder, or the id of a hub model, OWNER/NAME."""
     lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
     """Low-rank adapters."""

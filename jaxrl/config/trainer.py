@@ -9,9 +9,12 @@ from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.backend import PRECISIONS, FSDPConfig, MegatronConfig, MeshConfig
 from jaxrl.config.constraints import (
     each_of,
+    folder_in,
     must,
+    named,
     not_negative,
     one_in,
+    one_line,
     one_of,
     positive,
     positive_or,
@@ -249,16 +252,17 @@ class TrainerConfig(BaseConfig):
     """Seed of initialisation, data order and sampling."""
     resume_mode: Annotated[str | None, one_of(None, "none", "latest", "from_path")] = "latest"
     """"latest" checkpoint in ckpt_path, "from_path", or "none"."""
-    resume_path: str | None = None
+    resume_path: Annotated[str | None, one_line] = None
     """Checkpoint for resume_mode "from_path"."""
     log_path: Annotated[
         str,
+        named,
         _local_folder,
         mapped("the run's records, not logs of engines", skyrl_default="/tmp/skyrl-logs"),
     ] = "runs"
     """Run folder: config.yaml, metrics.jsonl, curve.png, TensorBoard events."""
     ckpt_path: Annotated[
-        str, implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/ckpts/"))
+        str, one_line, implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/ckpts/"))
     ] = ""
     """Folder of the checkpoints; "" = checkpoints in the run folder."""
     max_ckpts_to_keep: Annotated[int, positive_or(-1, "all")] = -1
@@ -268,7 +272,10 @@ class TrainerConfig(BaseConfig):
     hf_save_interval: Annotated[int, positive_or(-1, "off")] = -1
     """Steps between exports in Hugging Face format; one more after the last step. -1 = none."""
     export_path: Annotated[
-        str, _local_folder, implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/exports/"))
+        str,
+        one_line,
+        _local_folder,
+        implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/exports/")),
     ] = ""
     """Folder of exported models and evaluation results; "" = exports in the run folder."""
     bf16: Annotated[
@@ -367,10 +374,10 @@ class TrainerConfig(BaseConfig):
     policy/rollout_train_logprobs_abs_diff_max is 0, or the promise is broken."""
     disable_fast_tokenizer: Annotated[bool, inert("transformers 5 has one kind")] = False
     """Slow tokenizer of transformers."""
-    project_name: str = "skyrl"
+    project_name: Annotated[str, named] = "skyrl"
     """Project of the run: W&B's project, MLflow's experiment."""
-    run_name: str = "test_run"
-    """Name of the run."""
+    run_name: Annotated[str, folder_in("trainer.log_path")] = "test_run"
+    """Name of the run, and of its folder in log_path."""
     logger: Annotated[
         str | list[str],
         each_of(*LOGGERS, later=("swanlab",)),

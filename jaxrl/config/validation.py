@@ -6,7 +6,6 @@ meant is in `oddities`.
 """
 
 import inspect
-import math
 import operator
 import warnings
 from typing import Any
@@ -118,24 +117,13 @@ def check_fields(config: TrainConfig) -> None:
     Args:
         config: resolved.
     """
-    values = flatten(config)
-    _check_nan(values)
-    _check_status(values)
     check_constraints(config)
+    _check_status(flatten(config))
     _check_names(config.trainer.algorithm)
     _check_batch(config)
     _check_models(config.trainer)
     _check_rope(config)
     _check_files(config)
-
-
-def _check_nan(values: dict[str, Any]) -> None:
-    """Refuse NaN: comparisons with it are false, so it would pass checks."""
-    for field, value in values.items():
-        inner = value if isinstance(value, dict) else {}
-        for name, x in {field: value, **{f"{field}.{k}": v for k, v in inner.items()}}.items():
-            if isinstance(x, float) and math.isnan(x):
-                fail(name, x, "is not a number; set one")
 
 
 def _check_status(values: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def _check_thresholds(field: str, thresholds: dict[str, float | None]) -> None:
     for name, threshold in thresholds.items():
         check_choice(f"{field}.{name}", name, ALARMS)
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-        if threshold is not None and (not number or math.isnan(threshold)):
+        if threshold is not None and (not number or not math.isfinite(threshold)):
             fail(f"{field}.{name}", threshold, "must be a number, or None (off)")
 
 

@@ -40,7 +40,7 @@ def luffy(
         loss_mask: [B, T] or None; what is masked may be NaN.
         rollout_log_probs: not used; the caller corrects.
         demonstrated: [B], rows that the data gives; None = none.
-        gamma: > 0; infinity is the plain probability, up to a factor.
+        gamma: > 0; the larger, the nearer to the plain probability, up to a factor.
 
     Returns:
         loss [B, T], unmasked and unreduced; {"clip_ratio": [B, T] 0/1 where clipping took effect}.
