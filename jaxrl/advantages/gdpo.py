@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl.advantages.grpo import counted_rows, group_relative
-from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.row import Estimator, check_epsilon
 from jaxrl.array_ops import BoolB, FloatBK, FloatBT, FloatK, IntB, MaskBT, whiten
 
 
@@ -61,4 +61,6 @@ ROW = Estimator(
     paper="https://arxiv.org/abs/2601.05242",
     needs_terms=True,
     normalises=True,
+    alone="its rewards, normalised over the batch",
+    check=check_epsilon,
 )

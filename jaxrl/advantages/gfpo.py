@@ -1,12 +1,15 @@
 """Group-relative advantages of the shortest samples."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows, grpo
-from jaxrl.advantages.row import Estimator, relative
+from jaxrl.advantages.row import Estimator, Problem, Settings, check_epsilon, relative
 from jaxrl.array_ops import Array, BoolB, FloatBT, IntB, MaskBT, assert_per_token
+
+METRICS = ("length", "token_efficiency")
 
 
 def gfpo(
@@ -54,12 +57,12 @@ def gfpo(
     scores = token_level_rewards.sum(-1)
     counted = counted_rows(response_mask, loss_mask, valid_mask)
     lengths = response_mask.sum(-1)
-    worth = {"length": -lengths, "token_efficiency": scores / jnp.maximum(lengths, 1)}
-    if metric not in worth:
+    if metric not in METRICS:
         raise ValueError(
-            f"metric of advantage estimator 'gfpo' must be one of {list(worth)}, got {metric!r}"
+            f"metric of advantage estimator 'gfpo' must be one of {list(METRICS)}, got {metric!r}"
         )
-    order = jnp.lexsort((lengths, -worth[metric], ~counted, index))
+    worth = -lengths if metric == "length" else scores / jnp.maximum(lengths, 1)
+    order = jnp.lexsort((lengths, -worth, ~counted, index))
     return grpo(
         token_level_rewards,
         response_mask,
@@ -81,6 +84,22 @@ def _places(index: IntB, order: Array) -> Array:
     return jnp.zeros_like(places).at[order].set(places)
 
 
+def _check(s: Settings) -> Iterable[Problem]:
+    yield from check_epsilon(s)
+    if s["keep"] < 2:
+        yield "keep", "must be 2 or more: a sample that is kept alone is compared with no other"
+    if s["metric"] not in METRICS:
+        yield "metric", f"must be {' or '.join(map(repr, METRICS))}"
+
+
+def _odd(s: Settings, samples: int) -> Iterable[str]:
+    if 1 < samples <= s["keep"]:
+        yield (
+            f"advantage_kwargs.keep={s['keep']} with generator.n_samples_per_prompt={samples}: all "
+            "are kept, which is 'grpo'; keep fewer, or set more samples"
+        )
+
+
 ROW = Estimator(
     gfpo,
     lambda s, group: (
@@ -90,4 +109,6 @@ ROW = Estimator(
     paper="https://arxiv.org/abs/2508.09726",
     per_token=True,
     alone="the reward itself",
+    check=_check,
+    odd=_odd,
 )

@@ -1,12 +1,13 @@
 """Group-relative advantages of trajectories, and of turns that began in the same state."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
-from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.row import Estimator, Problem, Settings, check_epsilon
 from jaxrl.array_ops import (
     Array,
     BoolB,
@@ -99,6 +100,14 @@ def turn_returns(rewards: FloatB, goes_on: BoolB, gamma: float) -> FloatB:
     return jax.lax.scan(step, jnp.zeros_like(rewards[0]), (rewards, goes_on), reverse=True)[1]
 
 
+def _check(s: Settings) -> Iterable[Problem]:
+    yield from check_epsilon(s)
+    if not s["step_weight"] >= 0:
+        yield "step_weight", "must not be negative: good turns would be punished; e.g. 1.0"
+    if not 0 <= s["step_gamma"] <= 1:
+        yield "step_gamma", "must be in [0, 1]; 1.0 is no discount"
+
+
 ROW = Estimator(
     gigpo,
     lambda s, group: (
@@ -108,4 +117,5 @@ ROW = Estimator(
     paper="https://arxiv.org/abs/2505.10978",
     per_turn=True,
     alone="0",
+    check=_check,
 )

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
-from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.row import Estimator, check_epsilon
 from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT, assert_per_token, group_centred, group_std
 
 
@@ -54,4 +54,5 @@ ROW = Estimator(
     lambda s, group: f"A = (R - mean_G R) / (std R of the batch + {s['epsilon']}), {group}",
     paper="https://arxiv.org/abs/2508.08221",
     alone="0",
+    check=check_epsilon,
 )

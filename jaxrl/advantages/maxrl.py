@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
-from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.row import Estimator, check_small_epsilon
 from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT, assert_per_token, group_centred, group_sum
 
 
@@ -64,4 +64,5 @@ ROW = Estimator(
     paper="https://arxiv.org/abs/2602.02710",
     binary_rewards=True,
     alone="the reward itself",
+    check=check_small_epsilon,
 )

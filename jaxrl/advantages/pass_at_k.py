@@ -1,11 +1,12 @@
 """Advantages of samples in sets of k."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
-from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.row import Estimator, Problem, Settings
 from jaxrl.array_ops import Array, BoolB, FloatBT, IntB, MaskBT, assert_per_token, group_sum
 
 
@@ -73,6 +74,11 @@ def _share_of_sets(some: Array, n: Array, k: int) -> Array:
     return jnp.prod(jnp.maximum(some[:, None] - i, 0) / jnp.maximum(n[:, None] - i, 1), axis=-1)
 
 
+def _check(s: Settings) -> Iterable[Problem]:
+    if s["k"] < 1:
+        yield "k", "must be 1 or more: a set has so many samples"
+
+
 ROW = Estimator(
     pass_at_k,
     lambda s, group: (
@@ -82,4 +88,5 @@ ROW = Estimator(
     paper="https://arxiv.org/abs/2508.10751",
     alone="0",
     least_samples=lambda s: s["k"] + 1,
+    check=_check,
 )

@@ -1,17 +1,24 @@
 """Define the row of facts of an advantage estimator: what is true of it and not of the others."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+from jaxrl.functions import keyword_defaults
+
+Settings = Mapping[str, Any]
+Problem = tuple[str, str]  # hyperparameter, and what it must be
 
 
 class Estimator(NamedTuple):
     """Say what is true of one advantage estimator.
 
+    Settings are by name, see `hyperparameters`.
+
     Attributes:
         fn: see `jaxrl.advantages`.
         formula: (settings, what a group is) -> the advantage of a token with the numbers of a
-            config, for the objective card. Settings are gamma, lambd, grpo_norm_by_std and the
-            function's keyword-only parameters: their defaults, or the `advantage_kwargs`.
+            config, for the objective card. These settings have gamma, lambd and grpo_norm_by_std of
+            the config, too.
         paper: that it is from.
         per_token: rewards, values or the number of tokens count, so a trajectory must be one row.
         per_turn: rows are turns, and each has an advantage of its own.
@@ -24,10 +31,13 @@ class Estimator(NamedTuple):
         normalises: over the batch.
         alone: the advantage in a group that is too small; "": groups have no part in it.
         least_samples: settings -> the samples of the smallest group that is not too small.
+        check: settings -> what is wrong with them. That they are of the right type, finite, and
+            gamma and lambd in [0, 1], is asked of every estimator.
+        odd: (settings, samples of a prompt) -> what is legal and seldom meant.
     """
 
     fn: Callable[..., Any]
-    formula: Callable[[Mapping[str, Any], str], str]
+    formula: Callable[[Settings, str], str]
     paper: str = ""
     per_token: bool = False
     per_turn: bool = False
@@ -39,10 +49,28 @@ class Estimator(NamedTuple):
     binary_rewards: bool = False
     normalises: bool = False
     alone: str = ""
-    least_samples: Callable[[Mapping[str, Any]], int] = lambda settings: 2
+    least_samples: Callable[[Settings], int] = lambda settings: 2
+    check: Callable[[Settings], Iterable[Problem]] = lambda settings: ()
+    odd: Callable[[Settings, int], Iterable[str]] = lambda settings, samples: ()
+
+    def hyperparameters(self, given: Settings) -> dict[str, Any]:
+        """Return those of the function: their defaults, unless `advantage_kwargs` has others."""
+        return {**keyword_defaults(self.fn), **given}
 
 
-def relative(settings: Mapping[str, Any]) -> str:
+def check_epsilon(settings: Settings) -> Iterable[Problem]:
+    """Yield what is wrong with an epsilon beside a deviation that may be 0."""
+    if not settings["epsilon"] > 0:
+        yield "epsilon", "must be positive: equal scores have the deviation 0; e.g. 1e-6"
+
+
+def check_small_epsilon(settings: Settings) -> Iterable[Problem]:
+    """Yield what is wrong with an epsilon beside a divisor that is asked whether it is 0."""
+    if not settings["epsilon"] >= 0:
+        yield "epsilon", "must not be negative: advantages would change their sign; e.g. 1e-6"
+
+
+def relative(settings: Settings) -> str:
     """Return GRPO's advantage of a score R, divided by the deviation where that is asked for."""
     if settings["grpo_norm_by_std"]:
         return f"(R - mean_G R) / (std_G R + {settings['epsilon']})"

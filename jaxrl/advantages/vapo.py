@@ -1,12 +1,12 @@
 """Generalised advantage estimation with one lambda for the critic and one for the policy."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxrl.advantages.gae import error_sums
-from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.row import Estimator, Problem, Settings
 from jaxrl.array_ops import FloatBT, IntB, MaskBT, assert_per_token, whiten
 
 
@@ -66,7 +66,7 @@ def vapo(
     return whiten(sums, mask), returns
 
 
-def _formula(s: Mapping[str, Any], group: str) -> str:
+def _formula(s: Settings, group: str) -> str:
     gamma, alpha = f"{s['gamma']:g}", s["length_adaptive_alpha"]
     lambd = f"lambda = {s['lambd']:g}"
     if alpha is not None:
@@ -77,6 +77,14 @@ def _formula(s: Mapping[str, Any], group: str) -> str:
     )
 
 
+def _check(s: Settings) -> Iterable[Problem]:
+    if not 0 <= s["critic_lambd"] <= 1:
+        yield "critic_lambd", "must be in [0, 1]; 1.0 is no discount"
+    alpha = s["length_adaptive_alpha"]
+    if alpha is not None and not alpha > 0:
+        yield "length_adaptive_alpha", "must be positive, e.g. 0.05; None = lambd for all samples"
+
+
 ROW = Estimator(
     vapo,
     _formula,
@@ -84,4 +92,5 @@ ROW = Estimator(
     per_token=True,
     needs_values=True,
     normalises=True,
+    check=_check,
 )

@@ -1,11 +1,12 @@
 """Right samples a little, wrong ones in full."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
-from jaxrl.advantages.row import Estimator
+from jaxrl.advantages.row import Estimator, Problem, Settings
 from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT, assert_per_token
 
 
@@ -48,8 +49,14 @@ def w_reinforce(
     return advantages, advantages
 
 
+def _check(s: Settings) -> Iterable[Problem]:
+    if not s["positive_weight"] >= 0:
+        yield "positive_weight", "must not be negative: right samples would be punished; e.g. 0.1"
+
+
 ROW = Estimator(
     w_reinforce,
     lambda s, group: f"A = {s['positive_weight']:g} if R > {s['threshold']:g}, else -1",
     paper="https://arxiv.org/abs/2506.01347",
+    check=_check,
 )

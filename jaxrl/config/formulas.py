@@ -18,7 +18,6 @@ from jaxrl.config.objective_requirements import (
 from jaxrl.config.rollouts import carries
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig
-from jaxrl.functions import keyword_defaults
 from jaxrl.losses import LOSSES
 from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
 
@@ -88,7 +87,7 @@ def advantage_line(algorithm: AlgorithmConfig, samples: int) -> str:
         ]
         return f"custom function {name}, {', '.join(numbers)}"
     settings = {
-        **keyword_defaults(row.fn),
+        **row.hyperparameters({}),
         "gamma": algorithm.gamma,
         "lambd": algorithm.lambd,
         "grpo_norm_by_std": algorithm.grpo_norm_by_std,

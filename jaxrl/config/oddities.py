@@ -21,7 +21,6 @@ from jaxrl.config.objective_requirements import (
 from jaxrl.config.rollouts import longest_row
 from jaxrl.config.train_config import TrainConfig
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
-from jaxrl.functions import keyword_defaults
 from jaxrl.losses.off_policy import correction_enabled
 
 
@@ -198,9 +197,10 @@ def _odd_groups(algorithm: AlgorithmConfig, samples: int) -> list[str]:
     name, row, odd = estimator_name(algorithm), estimator_row(algorithm), []
     if algorithm.advantage_batch_normalize and row and row.normalises:
         odd.append(f"advantage_batch_normalize=True: {name!r} normalises over the batch itself")
-    if row and row.alone:
-        least = row.least_samples({**keyword_defaults(row.fn), **algorithm.advantage_kwargs})
-        if samples < least:
+    if row:
+        settings = row.hyperparameters(algorithm.advantage_kwargs)
+        odd += row.odd(settings, samples)
+        if row.alone and samples < (least := row.least_samples(settings)):
             odd.append(
                 f"advantage_estimator={name!r} with generator.n_samples_per_prompt={samples}: in a "
                 f"group of {'one' if samples == 1 else samples} the advantage of {name!r} is "

@@ -7,6 +7,7 @@ meant is in `oddities`.
 
 import inspect
 import operator
+import typing
 import warnings
 from typing import Any
 
@@ -16,9 +17,9 @@ from jaxrl.config.algorithm import (
     DistillationConfig,
     OffPolicyCorrectionConfig,
 )
-from jaxrl.config.constraints import check_choice, check_constraints
+from jaxrl.config.constraints import check_choice, check_constraints, check_finite
 from jaxrl.config.data import SFTConfig, check_data
-from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.dataclass_config import convert, flatten
 from jaxrl.config.environment import check_environment
 from jaxrl.config.field_status import status_of
 from jaxrl.config.generator import SamplingParams, engine_dtype, engine_hosts, engine_tensor
@@ -55,6 +56,7 @@ from jaxrl.config.rollouts import (
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig, compute_dtype
 from jaxrl.config_error import ConfigError, fail
+from jaxrl.functions import Function
 from jaxrl.losses import LOSSES, ROWS
 from jaxrl.losses.kl import UNBIASED
 from jaxrl.losses.off_policy import correction_enabled, rejection_bounds
@@ -421,8 +423,10 @@ def check_objective(config: TrainConfig) -> None:
     """
     algorithm = config.trainer.algorithm
     _check_names(algorithm)
-    _check_discounts(algorithm)
     _check_loss(algorithm)
+    make_policy_loss(algorithm)  # it can be called with what it will get
+    bind_estimator(algorithm)
+    _check_estimator(algorithm)
     _check_reduction(algorithm)
     _check_kl(algorithm)
     _check_terms(config)
@@ -430,8 +434,6 @@ def check_objective(config: TrainConfig) -> None:
     _check_correction(algorithm)
     _check_log_probs(config)
     _check_overlong_buffer(config)
-    make_policy_loss(algorithm)  # it can be called with what it will get
-    bind_estimator(algorithm)
     _check_one_number(config)
     _check_teacher(config)
     _check_distillation(config)
@@ -445,18 +447,36 @@ def check_objective(config: TrainConfig) -> None:
         )
 
 
-def _check_discounts(algorithm: AlgorithmConfig) -> None:
+def _check_estimator(algorithm: AlgorithmConfig) -> None:
+    """Check the hyperparameters of the chosen estimator."""
+    given, group = algorithm.advantage_kwargs, f"{_ALGORITHM}.advantage_kwargs"
+    row = estimator_row(algorithm)
+    if row:
+        _check_types(group, row.fn, given)
     for name in ("gamma", "lambd"):
-        value = algorithm.advantage_kwargs.get(name, 1.0)
-        if not 0 <= value <= 1:
-            fix = "must be in [0, 1]; 1.0 is no discount"
-            fail(f"{_ALGORITHM}.advantage_kwargs.{name}", value, fix)
+        if not 0 <= (value := given.get(name, 1.0)) <= 1:
+            fail(f"{group}.{name}", value, "must be in [0, 1]; 1.0 is no discount")
+    if row:
+        settings = row.hyperparameters(given)
+        for name, fix in row.check(settings):
+            fail(f"{group}.{name}", settings[name], fix)
+
+
+def _check_types(group: str, func: Function, given: dict[str, Any]) -> None:
+    """Refuse hyperparameters of a built-in function that are of another type, or not finite."""
+    types, parameters = typing.get_type_hints(func), inspect.signature(func).parameters.values()
+    for name in [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in given]:
+        value, field = given[name], f"{group}.{name}"
+        if convert(value, types[name], field) != value:  # a number in quotes
+            fail(field, value, f"is text; write {float(value):g}")
+        check_finite(field, value)
 
 
 def _check_loss(algorithm: AlgorithmConfig) -> None:
     """Check the hyperparameters of the chosen loss; those of others may have any value."""
     if (row := loss_row(algorithm)) is None:
         return
+    _check_types(f"{_ALGORITHM}.policy_loss_kwargs", row.fn, algorithm.policy_loss_kwargs)
     for field, fix in row.check(algorithm):
         section, _, name = field.rpartition(".")
         if section == "policy_loss_kwargs":

@@ -149,6 +149,22 @@ INCOHERENT = [
         {"advantage_estimator": "grpo_token", "advantage_kwargs": {"gamma": 2.0}},
         r"advantage_kwargs.gamma=2.0: must be in \[0, 1\]",
     ),
+    *(
+        (
+            {"policy_loss_type": "luffy", "policy_loss_kwargs": {"gamma": value}},
+            rf"policy_loss_kwargs.gamma={re.escape(repr(value))}: {said}",
+        )
+        for value, said in (
+            (float("inf"), "is not finite"),
+            ("0.1", "is text; write 0.1"),
+            ("a", "expected float"),
+            (0, "must be positive"),
+        )
+    ),
+    (
+        {"policy_loss_type": "dro", "policy_loss_kwargs": {"beta": True}},
+        r"policy_loss_kwargs.beta=True: expected float",
+    ),
     ({"clip_ratio_c": float("nan")}, "clip_ratio_c=nan: is not a number"),
     ({"advantage_kwargs": {"epsilon": float("nan")}}, "advantage_kwargs.epsilon=nan: is not a nu"),
     ({"use_tis": True}, r"tis_imp_ratio_cap=-1.0: must be > 0: .* turns the loss around"),
@@ -294,6 +310,8 @@ COHERENT = [
     {"overlong_buffer": {"len": 256}, "advantage_batch_normalize": True},
     {"loss_reduction": "prompt_mean", "advantage_estimator": "dr_grpo"},
     {f"{CORRECTION}.tis_ratio_type": "token", f"{CORRECTION}.renormalize": True},
+    # to a function of the user's infinity may mean something
+    {"policy_loss_type": f"{__name__}:takes_all", "policy_loss_kwargs": {"cap": float("inf")}},
     # hyperparameters of losses that are not chosen
     {"sapo.tau_pos": 0, "clip_ratio_c": 0.5, "kl_cov.kl_cov_frac": 0},
 ]

@@ -353,7 +353,14 @@ def test_a_group_that_fills_one_set_warns():
         check(four | {"trainer.algorithm.advantage_kwargs": {"k": 3}})
 
 
-@pytest.mark.parametrize(("estimator", "effect"), [("grpo", "the reward itself"), ("rloo", "0")])
+@pytest.mark.parametrize(
+    ("estimator", "effect"),
+    [
+        ("grpo", "the reward itself"),
+        ("rloo", "0"),
+        ("gdpo", "its rewards, normalised over the batch"),
+    ],
+)
 def test_groups_of_one_warn(estimator, effect):
     message = rf"n_samples_per_prompt=1: .* advantage of '{estimator}' is {effect}; set 2 or more"
     with pytest.warns(UserWarning, match=message):
