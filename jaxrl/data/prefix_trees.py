@@ -74,7 +74,7 @@ def alike(shared: np.ndarray, order: np.ndarray, labels: Sequence[np.ndarray]) -
         one, other = order[place], order[place - 1]
         for x in labels:
             n = found[place]
-            same = (x[one, :n] == x[other, :n]).reshape(n, -1).all(axis=1)
+            same = (x[one, :n] == x[other, :n]).reshape(n, x[0, 0].size).all(axis=1)
             found[place] = n if same.all() else int(np.argmin(same))
     return found
 

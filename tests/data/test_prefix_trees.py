@@ -80,6 +80,16 @@ def test_trajectories_are_sorted_by_their_tokens_and_labels():
     assert alike(shared, order, [labels]).tolist() == [0, 1, 2, 1]
 
 
+def test_labels_of_several_kinds_share_what_all_of_them_do():
+    shared, order = np.array([0, 3, 3]), np.array([0, 1, 2])
+    first, second = np.zeros((3, 3, 2), np.uint8), np.zeros((3, 3), np.float32)
+    first[0, 0] = 1  # its first token is of another kind: nothing is left to ask the second
+    second[2, 2] = 0.5
+    for labels in ([first, second], [second, first]):
+        assert alike(shared, order, labels).tolist() == [0, 0, 2]
+    assert alike(shared, order, [np.zeros((3, 3, 0)), second]).tolist() == [0, 3, 2]
+
+
 def test_rows_are_filled_in_order():
     lengths, shared = np.array([5, 5, 5, 6, 2]), np.array([0, 4, 3, 0, 1])
     # 5 + 1 + 2 = 8; 6 + 1 = 7
