@@ -5,10 +5,11 @@
     python -m benchmarks.baselines --out=runs/stale --task=stale
     python -m benchmarks.baselines --out=runs/rewards --task=rewards
     python -m benchmarks.baselines --out=runs/turns --task=turns
+    python -m benchmarks.baselines --task=turns --write
 
 Claim: the tables of docs/baselines.md; a second run of a command gives the same. With --write they
 are put there, and all runs into docs/curves/baselines_TASK.jsonl; with --only beside those of other
-methods.
+methods. Without --out nothing is trained: the runs that stand there are shown again.
 
 The model of configs/quickstart.py sorts two digits from random weights: 100 steps of 16 prompts x
 16 samples, four updates a step, of which all but the first are off policy; entropy bonus 0.1 (0.02
@@ -299,11 +300,11 @@ def with_table(page: str, task: str, rows: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train what the flags name and print the table."""
+    """Train what the flags name, if anything, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="folder of results; none: nothing is trained")
     parser.add_argument("--task", choices=TASKS, default="sort_digits")
     parser.add_argument("--only", default="")
     parser.add_argument("--processes", type=int, default=1)
@@ -311,14 +312,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="table, picture and numbers of docs")
     options = parser.parse_args(argv)
     task = TASKS[options.task]
-    found = sweep(
-        methods(task, options.steps, [x for x in options.only.split(",") if x]),
-        options.out,
-        seeds=task.seeds,
-        lrs=task.lrs,
-        tuning_seeds=task.tuning_seeds,
-        processes=options.processes,
-    )
+    found = recorded(options.task)
+    if options.out:
+        only = [x for x in options.only.split(",") if x]
+        found = sweep(
+            methods(task, options.steps, only),
+            options.out,
+            seeds=task.seeds,
+            lrs=task.lrs,
+            tuning_seeds=task.tuning_seeds,
+            processes=options.processes,
+        )
     print(table(found))
     if options.write:
         known = {x.method: x for x in recorded(options.task) + found}

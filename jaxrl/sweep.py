@@ -6,7 +6,8 @@
 
     --losses        names or "module:function", each with changes of trainer.algorithm if you like:
                     regular+eps_clip_high=0.28,gspo+loss_reduction=sequence_mean
-    --estimators    likewise; every loss is trained with every estimator; default: the config's own
+    --estimators    likewise; every loss is trained with every estimator; default: the config's own.
+                    The first method is what the others are compared with
     --seeds         of the runs that count
     --lrs           tried by every method with the --tuning-seeds, which are others; the best mean
                     is the one that the seeds have
@@ -14,9 +15,10 @@
     --out           folder: table.md, sweep.json and sweep.png, and a result of every run
 
 A run's score is the mean reward of the last fifth of its steps. The table has the mean over the
-seeds with a bootstrap interval, and names the runs that failed. What has a result in --out is not
-done again: a sweep that was stopped goes on with the same words, and one that has ended prints its
-table again, the same.
+seeds with Student's interval, how probable a difference from the first method that large is by
+seeds alone (Welch's t, corrected for the number of methods by Holm's rule), and the runs that
+failed. What has a result in --out is not done again: a sweep that was stopped goes on with the same
+words, and one that has ended prints its table again, the same.
 
 Exit status 0; 2: the words make no sense.
 """

@@ -8,11 +8,13 @@ import sys
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from jaxrl import config as cfg
 from jaxrl.sweep import main
 from jaxrl.tools.compare.variants import parse_variants
-from jaxrl.tools.sweep.summary import best_lr, bootstrap, ranked, summary, table
+from jaxrl.tools.sweep.comparisons import against_first, holm, welch
+from jaxrl.tools.sweep.summary import best_lr, over_seeds, ranked, summary, table
 from jaxrl.tools.sweep.sweep import sweep
 from jaxrl.tools.sweep.units import Outcome, take_cores, units
 from jaxrl.train import train
@@ -23,16 +25,54 @@ def outcome(method="a", lr=1.0, seed=1, score=0.5, error=""):
     return Outcome(method, lr, seed, [0.1, 0.2], None if error else score, 0.3, error)
 
 
-def test_an_interval_is_that_of_all_resampled_means():
-    # of 0 and 1 the means are 0, 1/2, 1/2, 1: 2.5 % and 97.5 % are 0 and 1
-    found = bootstrap([0.0, 1.0])
-    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
-    assert str(bootstrap([0.25] * 5)) == "0.250 [0.250, 0.250]"
-    values = [0.2, 0.4, 0.6, 0.7, 0.9]
-    every = np.array(values)[np.indices([5] * 5).reshape(5, -1)].mean(0)  # all 3,125 resamples
-    low, high = np.percentile(every, [2.5, 97.5])
-    found = bootstrap(values)
-    np.testing.assert_allclose([found.low, found.high], [low, high], atol=0.015)
+def test_an_interval_is_students():
+    # 1, 2, 3: mean 2, standard error 1 / sqrt(3), t of 2 degrees at 97.5 % = 4.302653
+    found, half = over_seeds([1.0, 2.0, 3.0]), 4.302653 / 3**0.5
+    assert (found.mean, found.low, found.high) == pytest.approx((2, 2 - half, 2 + half))
+    assert str(over_seeds([0.25] * 5)) == "0.250 [0.250, 0.250]"
+    assert str(over_seeds([0.25])) == "0.250"
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_an_interval_holds_the_truth_as_often_as_it_says(seeds):
+    drawn = np.random.default_rng(seeds).normal(size=(2000, seeds))
+    found = [over_seeds(scores) for scores in drawn]
+    assert 0.93 < np.mean([x.low <= 0 <= x.high for x in found]) < 0.97
+
+
+def test_equal_methods_rarely_differ_from_the_first_one():
+    """Any of 12 in at most 5 % of the sweeps; one, not corrected, in more than that."""
+    rng, any_of_them, uncorrected = np.random.default_rng(0), 0, 0
+    for drawn in rng.normal(size=(500, 13, 3)):
+        found = against_first(dict(enumerate(drawn)))
+        any_of_them += min(found.values()) < 0.05
+        uncorrected += min(welch(x, drawn[0]) for x in drawn[1:]) < 0.05
+    assert any_of_them / 500 < 0.05 < uncorrected / 500
+
+
+def test_a_difference_is_judged_by_welchs_t():
+    # 1, 2, 3 and 4, 6, 8: u = 1/3, v = 4/3, t = 4 / sqrt(5/3) = 3.098, degrees of freedom
+    # (5/3)^2 / (1/18 + 16/18) = 50/17
+    assert welch([1, 2, 3], [4, 6, 8]) == pytest.approx(2 * stats.t.sf(4 / (5 / 3) ** 0.5, 50 / 17))
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        one, other = rng.normal(size=3 + seed), rng.normal(1, 2, size=5)
+        expected = stats.ttest_ind(one, other, equal_var=False).pvalue
+        assert welch(one, other) == pytest.approx(expected, rel=1e-9)
+    assert (welch([1, 1], [1, 1]), welch([1, 1], [2, 2])) == (1.0, 0.0)
+
+
+def test_holms_rule():
+    # 3 x 0.01; 2 x 0.03; 1 x 0.04, but not below the one before
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_nothing_is_compared_with_a_single_run():
+    assert against_first({"a": [1.0], "b": [1.0, 2.0], "c": [2.0, 3.0]}) == {}
+    found = against_first({"b": [1.0, 2.0], "a": [1.0], "c": [2.0, 3.0]})
+    assert found == {"c": pytest.approx(welch([1, 2], [2, 3]))}  # one comparison
 
 
 def test_the_rate_with_the_best_mean_is_chosen_and_what_fails_earns_nothing():
@@ -53,9 +93,27 @@ def test_the_table_is_by_score_and_names_failures():
     gone = summary("gone", [outcome(error="refused")], {})
     assert [x.method for x in ranked([gone, bad, good])] == ["good", "bad", "gone"]
     lines = table([gone, bad, good]).splitlines()[2:]
-    assert lines[0].startswith("| `good` | 1 | 2 | 0.800 [0.700, 0.900] |")
+    # mean 0.8, standard error 0.1, t of one degree 12.706
+    assert lines[0].startswith("| `good` | 1 | 2 | 0.800 [-0.471, 2.071] | 0.300 [0.300, 0.300] |")
+    assert lines[1].startswith("| `bad` | 1 | 2 | 0.100 | 0.300 |  |")
     assert lines[1].endswith("| seed 2: a / b |")
-    assert lines[2] == "| `gone` | 1 | 1 |  |  | seed 1: refused |"
+    assert lines[2] == "| `gone` | 1 | 1 |  |  |  | seed 1: refused |"
+    assert "0 comparisons with `gone`" in lines[4]
+
+
+def test_the_table_compares_with_the_first_method():
+    first = summary("b", [outcome(score=0.3), outcome(seed=2, score=0.5)], {})
+    same = summary("a", [outcome(score=0.4), outcome(seed=2, score=0.4)], {})
+    sure = summary("c", [outcome(score=0.999), outcome(seed=2, score=0.9991)], {})
+    lines = table([first, same, sure]).splitlines()
+    assert "| p of the reward against `b` |" in lines[0]
+    p = 2 * stats.t.sf(0.59905 / 0.1, 1.000001)  # mean 0.4, standard error 0.1, of one degree
+    assert lines[2].split(" | ")[5] == f"{2 * p:.3f}"  # of two comparisons
+    assert [x.split(" | ")[5] for x in lines[3:5]] == ["1.000", ""]
+    assert lines[6].endswith(
+        "Welch's t of the rewards, 2 comparisons with `b`, corrected for their number by Holm's "
+        "rule."
+    )
 
 
 def test_a_result_is_found_by_all_that_its_run_is_made_of(tmp_path):

@@ -48,6 +48,8 @@ def pass_at_k(passed: np.ndarray, k: int) -> np.ndarray:
 def interval(values: np.ndarray, *, share: bool, samples: int) -> Interval | None:
     """Return the interval of `LEVEL` around the mean over prompts; None for a single prompt.
 
+    What is drawn may be something else, such as seeds of runs.
+
     Args:
         values: [P], each prompt's estimate.
         share: they are probabilities. Wilson's interval then stays in [0, 1] and keeps a width

@@ -1,4 +1,4 @@
-"""Summaries of a sweep: means with bootstrap intervals as a table, and as a picture."""
+"""Summaries of a sweep: means, intervals and comparisons as a table, and as a picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,22 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.files import replaced
+from jaxrl.tools.sweep.comparisons import against_first
 from jaxrl.tools.sweep.units import Outcome
-
-RESAMPLES = 10_000
+from jaxrl.training.eval_metrics import interval
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Hold a mean over seeds, and the interval that holds 95 % of the means of resampled seeds."""
+    """Hold a mean over seeds, and the ends of its 95 % interval; of one seed there are none."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        ends = "" if self.low is None else f" [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f}{ends}"
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,21 @@ class Summary:
     outcomes: Sequence[Outcome]
 
     @property
+    def scores(self) -> list[float]:
+        """Return those of the runs that did not fail."""
+        return [x.score for x in self.outcomes if x.score is not None]
+
+    @property
     def failures(self) -> list[str]:
         """Return the runs that failed, and why."""
         return [f"seed {x.seed}: {x.error}" for x in self.outcomes if x.error]
 
 
-def bootstrap(values: Sequence[float]) -> Interval:
-    """Return the mean of values and its percentile bootstrap interval, 95 %.
-
-    Efron, 1979, https://doi.org/10.1214/aos/1176344552. Drawn with a fixed seed: the same values
-    have the same interval. Of few values it is too narrow, as percentiles of them are.
-    """
+def over_seeds(values: Sequence[float]) -> Interval:
+    """Return the mean of values and Student's interval around it, as evaluations have it."""
     x = np.asarray(values, np.float64)
-    drawn = np.random.default_rng(0).integers(len(x), size=(RESAMPLES, len(x)))
-    low, high = np.percentile(x[drawn].mean(1), [2.5, 97.5])
-    return Interval(float(x.mean()), float(low), float(high))
+    low, high = interval(x, share=False, samples=1) or (None, None)
+    return Interval(float(x.mean()), low, high)
 
 
 def best_lr(outcomes: Sequence[Outcome]) -> tuple[float, dict[float, float]]:
@@ -83,23 +84,41 @@ def summary(method: str, outcomes: Sequence[Outcome], tuned: Mapping[float, floa
         method,
         outcomes[0].lr,
         dict(tuned),
-        bootstrap(scores) if scores else None,
-        bootstrap(known) if known else None,
+        over_seeds(scores) if scores else None,
+        over_seeds(known) if known else None,
         outcomes,
     )
 
 
 def table(summaries: Sequence[Summary]) -> str:
-    """Return the methods as a Markdown table, the best mean score first."""
+    """Return the methods as a Markdown table, the best mean score first.
+
+    Args:
+        summaries: the first is what the others are compared with.
+    """
+    first, found = summaries[0].method, against_first({x.method: x.scores for x in summaries})
     lines = [
-        "| method | lr | runs | reward of the last fifth, 95 % | evaluation, 95 % | failed |",
-        "|---|---|---|---|---|---|",
+        "| method | lr | runs | reward of the last fifth, 95 % | evaluation, 95 % | "
+        f"p of the reward against `{first}` | failed |",
+        "|---|---|---|---|---|---|---|",
     ]
     for x in ranked(summaries):
         failed = "; ".join(x.failures).replace("|", "/")
         runs, score, evaluation = len(x.outcomes), x.score or "", x.evaluation or ""
-        lines.append(f"| `{x.method}` | {x.lr:g} | {runs} | {score} | {evaluation} | {failed} |")
+        p = _shown(found[x.method]) if x.method in found else ""
+        lines.append(
+            f"| `{x.method}` | {x.lr:g} | {runs} | {score} | {evaluation} | {p} | {failed} |"
+        )
+    lines += [
+        "",
+        f"Intervals: Student's t over seeds. p: Welch's t of the rewards, {len(found)} comparisons "
+        f"with `{first}`, corrected for their number by Holm's rule.",
+    ]
     return "\n".join(lines)
+
+
+def _shown(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
 
 
 def ranked(summaries: Sequence[Summary]) -> list[Summary]:
@@ -119,10 +138,10 @@ def picture(summaries: Sequence[Summary], path: Path, title: str) -> None:
     for place, x in enumerate(shown):
         assert x.score is not None
         color = f"C{place % 10}"
-        scores.plot([x.score.low, x.score.high], [place, place], color=color, lw=2)
+        if x.score.low is not None:
+            scores.plot([x.score.low, x.score.high], [place, place], color=color, lw=2)
         scores.plot(x.score.mean, place, "o", color=color)
-        own = [o.score for o in x.outcomes if o.score is not None]
-        scores.plot(own, [place] * len(own), "|", color="0.4", ms=7)
+        scores.plot(x.scores, [place] * len(x.scores), "|", color="0.4", ms=7)
         steps = min(len(o.rewards) for o in x.outcomes if o.score is not None)
         mean = np.mean([o.rewards[:steps] for o in x.outcomes if o.score is not None], axis=0)
         curves.plot(np.arange(1, steps + 1), mean, color=color, lw=1)

@@ -29,7 +29,7 @@ def sweep(
     are none of `seeds`; the rate with the best mean score is the one that `seeds` have.
 
     Args:
-        variants: losses and estimators, as configs.
+        variants: losses and estimators, as configs; the others are compared with the first.
         folder: of results; runs that have one there are not done again.
         lrs: () = the config's own.
         say: is told of every run, in the order of the table of runs.
