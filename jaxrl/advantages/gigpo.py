@@ -50,7 +50,8 @@ def gigpo(
     Feng et al., 2025, https://arxiv.org/abs/2505.10978 (eq. 3, 6-8). A row is a turn
     (generator.step_wise_trajectories), its state what the environment said before it, word for
     word; that of first turns is the prompt. A turn whose state no other has, and a prompt with one
-    sample, get 0 of that part.
+    sample, get 0 of that part. The authors' code by default does not divide, counts a trajectory
+    once per turn in A_E's mean and deviation, and leaves a lone sample its score.
 
     Args:
         token_level_rewards: [B, T] float, of which a trajectory's sum is s.

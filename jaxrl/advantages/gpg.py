@@ -25,9 +25,9 @@ def gpg(
         A_i = B / (B - M) (s_i - mean_G s)          s_i = sum_t r_it
 
     with B samples, M of them in groups whose scores are all equal. Chu et al., 2025,
-    https://arxiv.org/abs/2504.02546 (F_norm = 1, alpha = B / (B - M)); its loss is the log-prob,
-    policy_loss_type "importance_sampling" with one update on a batch. verl divides B by the number
-    of scores that are not 0, as if B - M were the right samples. A group of one gets 0.
+    https://arxiv.org/abs/2504.02546 (F_norm = 1, alpha = B / (B - M)); its loss is policy_loss_type
+    "gpg", the log-prob. verl divides B by the number of scores that are not 0, as if B - M were the
+    right samples. A group of one gets 0.
 
     Args:
         token_level_rewards, response_mask: [B, T] float.

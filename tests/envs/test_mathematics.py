@@ -40,6 +40,53 @@ def test_answers_are_compared_as_mathematics(response, ground_truth, reward):
     assert env.get_metrics()["answered"] == float(any(c.isdigit() for c in response))
 
 
+@pytest.mark.parametrize(
+    ("ground_truth", "right", "wrong"),
+    [
+        (
+            "1080",
+            [
+                *("1080", "1,080", "1080.0", r"\$1080", r"1080^\circ", r"1080\text{ cm}^2"),
+                *(
+                    r"1080 \text{ units}",
+                    r"\frac{2160}{2}",
+                    "2160/2",
+                    r"\sqrt{1166400}",
+                    "x = 1080",
+                ),
+                *(r"1.08 \times 10^{3}", r"1.08\cdot10^3", r"10.8 \times 10^2"),
+                "1000 + 80 = 1080",
+            ],
+            ["1000 + 80", r"12 \cdot 90", r"12 \times 90", "12*90", "1100 - 20", "3(300 + 60)"],
+        ),
+        ("1000", ["10^3", "10^{3}", r"1 \times 10^3"], ["10^2 + 900", r"10 \cdot 100"]),
+        ("1024", ["1024"], ["2^{10}", "2^10", r"\sqrt{1000 + 24}^2"]),
+        ("120", ["120"], ["5!", r"\frac{6!}{6}"]),
+        ("3", ["3", "3.0", r"\boxed{3}"], ["1+1+1", r"\binom{3}{1}"]),
+        ("-5", ["-5", "- 5", "x=-5"], ["0 - 5", "5 - 10"]),
+        ("1/2", ["0.5", r"\frac12", r"\dfrac{1}{2}"], [r"1 - \frac{1}{2}", "2^{-1}"]),
+        (r"\frac{1}{2}", ["0.5", "1/2"], [r"\frac14 + \frac14"]),
+        (
+            "2516_8",
+            ["2516_8", "2516_{8}", r"2516 \text{ (base 8)}"],
+            ["2516", "2516_7"],
+        ),
+        ("2516", ["2516"], ["2516_8"]),
+        (r"2^{10}", ["1024", "2^{10}"], []),
+        (r"\sqrt{2}", [r"\sqrt{2}", r"2^{1/2}"], []),
+        ("x+1", ["x+1", "1+x"], []),
+        (r"1+\sqrt{2}", [r"\sqrt{2}+1"], []),
+    ],
+)
+def test_a_number_is_paid_when_it_is_worked_out(ground_truth, right, wrong):
+    pytest.importorskip("math_verify")
+    found = {
+        answer: make("math", ground_truth).step(rf"It is \boxed{{{answer}}}.")["reward"]
+        for answer in right + wrong
+    }
+    assert found == dict.fromkeys(right, 1.0) | dict.fromkeys(wrong, 0.0)
+
+
 def test_an_answer_that_takes_for_ever_is_wrong():
     pytest.importorskip("math_verify")
     # Time: 10^7 terms. Memory: a number of 10^10 digits.

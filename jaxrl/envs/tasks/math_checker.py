@@ -11,11 +11,23 @@ import json
 import logging
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 
 _MEMORY_BYTES = 2 << 30
+_BASE = re.compile(r"(?:\d\s*_[\s{]*|base[\s~}]*)(\d+)")  # 2516_8, 2516 \text{ (base 8)}
+_NUMBER = re.compile(
+    r"[-+]?(?:[\d,]*\.?\d+(?:\s*/\s*\d+)?|\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?)"  # 1,080 1/2 \frac12
+)
+_POWER_OF_TEN = re.compile(
+    r"(?:\\times|\\cdot|\*|\u00d7)?\s*(?<!\d)10\s*\^\s*(?:\{\s*[-+]?\d+\s*\}|\d)"
+)
+_LEFT_TO_DO = re.compile(
+    r"[\d)}]\s*(?:[-+*!_\u00d7\u00f7]|\^(?!\s*\{?\s*\\circ)|\\times|\\cdot|\\div)"
+    r"|\\(?:binom|sum|prod)"
+)
 _IDLE: queue.SimpleQueue["_Process"] = queue.SimpleQueue()
 
 
@@ -40,7 +52,22 @@ def is_equal(answer: str, ground_truth: str, seconds: float) -> tuple[bool, str]
     if found is None:
         return False, f"no result within {seconds:g} s and {_MEMORY_BYTES >> 30} GB"
     _IDLE.put(process)
-    return found
+    equal, read = found
+    based = set(_BASE.findall(ground_truth)) <= set(_BASE.findall(answer))  # math-verify drops it
+    return equal and based and is_worked_out(read, ground_truth), read
+
+
+def is_worked_out(read: str, ground_truth: str) -> bool:
+    r"""Return whether an equal answer is a number, too, where the ground truth is one.
+
+    math-verify pays 5! and 1 + 1 + 1. Here what is left to add, multiply or raise to a power is no
+    number: 2^{10} is not paid for 1024. Fractions, roots, units and 1.08 \times 10^3 are, and an
+    equation with a number on one side.
+    """
+    if not _NUMBER.fullmatch(ground_truth.strip(" $")):
+        return True
+    sides = re.split(r"=|\\approx", _POWER_OF_TEN.sub(" 0", read))
+    return any(re.search(r"\d", side) and not _LEFT_TO_DO.search(side) for side in sides)
 
 
 @functools.cache

@@ -13,7 +13,8 @@ class MathEnv(Env):
     r"""Gives reward 1 if math-verify finds the answer equal to the ground truth, 0 otherwise.
 
     The answer is what stands in the last `\boxed{..}` after `</think>`, or else the last formula or
-    number. A comparison that takes longer than 10 s, or 2 GB, counts as wrong.
+    number. Where the truth is a number, a sum, a product or a power is none: `5!` is not paid for
+    120. A comparison that takes longer than 10 s, or 2 GB, counts as wrong.
 
     Raises:
         ImportError: math-verify is not installed.
