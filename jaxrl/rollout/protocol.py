@@ -213,7 +213,14 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Draw samples for requests that may come at any time."""
+    """Draw samples for requests that may come at any time.
+
+    What there is to tell of samples, by `on_tokens` and the callbacks of their futures, is told by
+    threads of the engine's own, never within a call of the engine: so whoever calls it may hold
+    locks that those who are told want. These may call the engine, but must not wait for samples,
+    which come no further meanwhile. Futures have rules of their own beside: who adds a callback to
+    one that is done calls it himself, and who cancels one calls all of them.
+    """
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests and return at once: one future per sample.

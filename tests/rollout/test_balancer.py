@@ -10,7 +10,7 @@ import pytest
 from jaxrl.parallel import engine_meshes
 from jaxrl.rollout.native.balancer import Balancer
 from jaxrl.rollout.native.engine import NativeEngine
-from tests.rollout.test_engine import PROMPT, SMALL, make, request, shared
+from tests.rollout.test_engine import PROMPT, SMALL, make, request, shared, until_idle
 from tests.rollout.test_native import LLAMA, flat, random_params, reserve
 
 
@@ -129,6 +129,8 @@ def test_what_ends_all_ends_all():
     futures = flat(balancer.submit([request(p, range(3), max_tokens=40) for p in prompts(4)]))
     balancer.abort()
     assert [f.result(timeout=60).stop_reason for f in futures] == ["abort"] * 12
+    for engine in balancer.engines:
+        until_idle(engine)
     assert balancer._in_flight == [0, 0]
     balancer.sleep()
     balancer.update_weights(random_params(LLAMA, 1), 2)

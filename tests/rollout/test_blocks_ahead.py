@@ -1,5 +1,6 @@
 """Blocks that begin before the one before is fetched: the same tokens, and a busy device."""
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.rollout.native.decode import Block
-from tests.rollout.test_engine import PROMPT, by_hand, make, request, shared, update
+from tests.rollout.test_engine import PROMPT, by_hand, make, request, shared, until_idle, update
 from tests.rollout.test_native import flat
 
 STEPS = 8  # of a block
@@ -19,7 +20,7 @@ STEPS = 8  # of a block
 def pair(slots=4, **options):
     """An engine that fetches each block before the next, and one that does not."""
     options = {"max_model_len": 96, **options}
-    return make(slots, **options), make(slots, ahead=True, **options)
+    return [make(slots, ahead=ahead, **options) for ahead in (False, True)]
 
 
 def words(tokens):
@@ -123,9 +124,33 @@ def test_new_weights_and_an_abort_have_the_block_under_way():
     update(engine, 2)
     turn()
     engine.abort()
-    found = future.result(timeout=0)
+    found = future.result(timeout=60)
     assert found.versions == [1] * 2 * STEPS + [2] * STEPS
     engine.sleep()
+
+
+def test_nobody_is_told_within_a_call_of_the_engine():
+    """What a call finds to be over is told by the engine's thread, behind what came before."""
+    _, engine = pair()
+    turn, told = by_hand(engine), []
+
+    def tell(number, found):
+        told.append((threading.current_thread().name, number, len(found.tokens)))
+
+    def asked(key, tokens):
+        whole = request(keys=(key,), max_tokens=tokens)
+        return dataclasses.replace(whole, on_tokens=lambda _, found: tell(key, found))
+
+    for key, group in enumerate(engine.submit([asked(0, 2 * STEPS), asked(1, 40)])):
+        group[0].add_done_callback(lambda future, key=key: tell(key, future.result()))
+    turn()
+    turn()  # two blocks have begun, one is fetched
+    update(engine, 2)  # fetches the other, with which the first sample ends
+    engine.abort()
+    until_idle(engine)
+    assert {thread for thread, *_ in told} == {"jaxrl-engine"}
+    parts = [(0, STEPS), (1, STEPS), (0, 2 * STEPS), (1, STEPS), (1, 2 * STEPS)]
+    assert [tuple(what) for _, *what in told] == parts
 
 
 def test_who_keeps_a_finished_future_does_not_keep_the_engine():
@@ -190,6 +215,7 @@ def test_the_device_does_not_wait_for_the_host():
 
 
 def test_of_a_cpu_each_block_is_fetched_before_the_next():
-    assert not make().programs.ahead
-    assert make(platform="tpu", room=0).programs.ahead
-    assert np.array_equal(make(platform="tpu", shrink=True, room=0).programs.sizes(), [4])
+    assert not make(ahead=None).programs.ahead
+    assert make(ahead=None, platform="tpu", room=0).programs.ahead
+    shrinks = make(ahead=None, platform="tpu", shrink=True, room=0)
+    assert np.array_equal(shrinks.programs.sizes(), [4])

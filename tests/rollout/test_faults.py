@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from jaxrl.rollout.native.programs import Shape
-from tests.rollout.test_engine import PROMPT, between_turns, make, request, scores, shared
+from tests.rollout.test_engine import (
+    PROMPT,
+    between_turns,
+    make,
+    request,
+    scores,
+    shared,
+    until_idle,
+)
 from tests.rollout.test_native import LLAMA, flat, random_params
 
 
@@ -57,6 +65,7 @@ def test_a_storm_of_aborts_loses_and_repeats_nothing():
     over.set()
     storm.join()
     engine.abort()
+    until_idle(engine)
     assert [len(end) for end in ends] == [1] * 320
     reasons = {end.stop_reason for (end,) in ends}
     assert reasons <= {"abort", "length"} and "abort" in reasons

@@ -19,7 +19,7 @@ from jaxrl.rollout.generator import generate
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.rollout.scripted import TalkingEnv, converse, make_prompt
-from tests.rollout.test_engine import PROMPT, SMALL, between_turns, make, scores
+from tests.rollout.test_engine import PROMPT, SMALL, between_turns, make, scores, until_idle
 from tests.rollout.test_native import LLAMA, flat, random_params, reserve
 
 TOKENIZER = character_tokenizer("0123456789abcdefghijklmno.>,")  # 28, and three special tokens
@@ -53,15 +53,6 @@ def is_free(engine):
     table.let_go()
     free = sum(pool.available for pool in table.pools)
     return not table.kept and not table.taken.any() and free == engine.programs.pages
-
-
-def until_idle(engine):
-    """Wait until the engine's thread has stopped."""
-    for _ in range(2_000):
-        if not engine._running:
-            return
-        time.sleep(0.001)
-    raise AssertionError("the engine's thread goes on with nothing to do")
 
 
 # ------------------------------------------------------------------ the engine

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from tests.rollout.test_balancer import balanced, prompts
-from tests.rollout.test_engine import make, request
+from tests.rollout.test_engine import make, request, until_idle
 from tests.rollout.test_native import LLAMA, flat, random_params
 
 LONG, SHORT = 40, 4
@@ -165,19 +165,21 @@ def test_a_sample_that_is_lent_can_be_cancelled(monkeypatch):
     balancer, (first, second) = lent_to_one_that_sleeps_in(monkeypatch)
     assert first.cancel()
     assert balancer._in_flight == [0, 1]
-    balancer.engines[1]._start()
+    balancer.engines[1].resume()
     assert len(second.result(timeout=60).tokens) == LONG
     assert decoded(balancer) == [2 * LONG, 2 * SHORT + LONG]
 
 
 def test_what_ends_all_ends_what_is_lent(monkeypatch):
     balancer, futures = lent_to_one_that_sleeps_in(monkeypatch)
+    balancer.pause()
     with pytest.raises(RuntimeError, match="samples are in flight"):
         balancer.sleep()
     balancer.update_weights(random_params(LLAMA), 1)  # the first one sleeps
-    balancer.pause()
     balancer.abort()
     assert [future.result(timeout=60).stop_reason for future in futures] == ["abort"] * 2
+    for engine in balancer.engines:
+        until_idle(engine)
     assert (balancer._in_flight, balancer._home) == ([0, 0], {})
     balancer.sleep()
 
@@ -193,7 +195,7 @@ def test_an_engine_that_was_never_asked_makes_room():
     "why", ["nothing", "paused", "asleep", "older", "apart", "coming", "busy", "shrinks"]
 )
 def test_an_engine_that_cannot_begin_takes_nothing(why):
-    balancer = pair(shrink=None) if why == "shrinks" else pair()
+    balancer = pair(shrink=None, ahead=False) if why == "shrinks" else pair()
     giver, taker = balancer.engines
     giver.pause()
     balancer.submit([request(keys=(1, 2))])

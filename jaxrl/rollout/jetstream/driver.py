@@ -100,7 +100,6 @@ class JetStreamDriver(SampleThread):
             else:
                 self.params = jax.tree.map(jnp.copy, self.convert_params(params))
             self.version = version
-        self._start()
 
     def sleep(self) -> None:
         """Drop weights and cache; `update_weights` wakes the engine.

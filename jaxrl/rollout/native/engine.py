@@ -241,7 +241,6 @@ class NativeEngine(SampleThread):
             self.programs.load(params)
             self.version = self.table.version = version
             self.table.forget(self._queue, live=self.recompute_kv_on_update)
-        self._start()
 
     def put_adapter(self, place: int, adapters: Params, scale: float) -> None:
         """Put an adapter to a place, from the next block on; no sample in flight may have it.
@@ -254,7 +253,6 @@ class NativeEngine(SampleThread):
         with self._held():
             self._land()
             self.programs.put_adapter(place, adapters, scale)
-        self._start()
 
     def sleep(self) -> None:
         """Drop weights and cache; `update_weights` wakes the engine.

@@ -37,7 +37,7 @@ class SampleThread(ABC):
         self._paused, self._running = False, False
         # Since the last look; to ask a thousand futures takes long. Nor may they keep the engine.
         self._any_cancelled = threading.Event()
-        self._done: list[Callable[[], None]] = []  # called when the lock is free
+        self._done: list[Callable[[], None]] = []  # for the thread to call, without the lock
         # The lock is held by every turn and every public method. Whoever waits for it holds the
         # door, so the thread, which comes back at once, cannot keep others out.
         self._lock, self._door = threading.Lock(), threading.Lock()
@@ -89,7 +89,7 @@ class SampleThread(ABC):
         return []
 
     def report(self, call: Callable[[], None]) -> None:
-        """Call something when the lock, which is held, is free again."""
+        """Have the thread call something when the lock, which is held, is free again."""
         self._done.append(call)
 
     def borrow(self, samples: Sequence[Sample]) -> None:
@@ -104,7 +104,8 @@ class SampleThread(ABC):
     def awake(self) -> None:
         """Go on, if there is work and the thread does not run."""
         if not self._running:  # if it ends just now, it sees what was borrowed before
-            self._start()
+            with self._held():
+                pass
 
     @abstractmethod
     def _prepare(self, requests: Sequence[Request]) -> None:
@@ -147,7 +148,6 @@ class SampleThread(ABC):
             self._prepare(requests)
             samples = [self._samples(request) for request in requests]
             self._enqueue([sample for group in samples for sample in group])
-        self._start()
         return [[sample.future for sample in group] for group in samples]
 
     def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -174,25 +174,27 @@ class SampleThread(ABC):
         """Undo `pause`."""
         with self._held():
             self._paused = False
-        self._start()
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the lock while the block runs.
+        """Hold the lock while the block runs; the thread goes on with what is to be done then.
 
-        What there is to report of samples is reported when it is free again.
+        It alone reports what there is of samples: whoever holds the lock may hold locks of his own,
+        and stand in the middle of what those who are told would change.
         """
         with self._door:
             self._lock.acquire()
         try:
             while self._borrowed_samples:
                 self._queue.append(self._borrowed_samples.popleft())
-            yield
+            try:
+                yield
+            finally:
+                if not self._running and (self._done or self._has_work()):
+                    self._running = True
+                    threading.Thread(target=self._run, name="jaxrl-engine", daemon=True).start()
         finally:
-            done, self._done = self._done, []
             self._lock.release()
-            for report in done:
-                report()
 
     def _check_idle(self) -> None:
         self._drop_cancelled()
@@ -224,12 +226,6 @@ class SampleThread(ABC):
     def _enqueue(self, samples: Sequence[Sample]) -> None:
         self._queue.extend(samples)
 
-    def _start(self) -> None:
-        with self._held():
-            if not self._running and self._has_work():
-                self._running = True
-                threading.Thread(target=self._run, name="jaxrl-engine", daemon=True).start()
-
     def _has_work(self) -> bool:
         waiting = self.waiting() > 0 or any(self._live())
         return waiting and not self._paused and self._has_weights()
@@ -237,20 +233,25 @@ class SampleThread(ABC):
     def _run(self) -> None:
         while True:
             with self._held():
-                if not self._has_work():
-                    self._running = False
-                    if not self._has_work():  # who lent a sample since saw a thread
-                        return
-                    self._running = True
-                try:
-                    self._turn()
-                except BaseException as error:  # whoever waits must learn of it
-                    for sample in self._all_out():
-                        sample.outcome = error
-                        self._done.append(sample.hand_over)
-                    self._running = False  # or the next request would wait for a dead thread
-                    self._recover()
-                    self._running = True
+                if self._has_work():
+                    self._try_turn()
+                elif not self._done:
+                    self._running = False  # who lent a sample just now saw a thread: `_held` looks
+                    return
+                done, self._done = self._done, []
+            for report in done:
+                report()
+
+    def _try_turn(self) -> None:
+        try:
+            self._turn()
+        except BaseException as error:  # whoever waits must learn of it
+            for sample in self._all_out():
+                sample.outcome = error
+                self._done.append(sample.hand_over)
+            self._running = False  # or the next request would wait for a dead thread
+            self._recover()
+            self._running = True
 
     def _all_out(self) -> Iterator[Sample]:
         """Take every sample out of the queue and the slots."""

@@ -71,7 +71,9 @@ class Samplers:
         self._used = [0] * places  # when
         self._clock = 0
         self._waiting: list[Asked] = []  # for a place
-        self._lock = threading.RLock()
+        self._beginning = False  # a thread is in `_begin`
+        # of what is above; never held while something else is called
+        self._lock = threading.Lock()
 
     def submit(
         self,
@@ -123,19 +125,35 @@ class Samplers:
         return Request(tokens, keys, sampling)
 
     def _begin(self) -> None:
-        """Give the engine what waits and has a place."""
+        """Give the engine what waits and has a place, unless that is being done already.
+
+        One thread does it at a time, to the end, so that an adapter is at its place when it is
+        asked for. Whoever comes meanwhile, be it this thread in a callback, has only added to what
+        waits or freed a place: both are looked at before each call.
+        """
         with self._lock:
-            later: list[Asked] = []
-            for asked in self._waiting:
+            if self._beginning:
+                return
+            self._beginning = True
+        while (found := self._next()) is not None:
+            self._sample(*found)
+
+    def _next(self) -> tuple[Asked, int] | None:
+        """Take the next call that has a place, which is in use from here on; None = there is none.
+
+        Then nobody is in `_begin` any more.
+        """
+        with self._lock:
+            for number, asked in enumerate(self._waiting):
                 place = self._place(asked)
-                if place is None:
-                    later.append(asked)
-                    continue
-                try:
-                    self._sample(asked, place)
-                except Exception as error:
-                    asked.answered(error)
-            self._waiting = later
+                if place is not None:
+                    del self._waiting[number]
+                    self._clock += 1
+                    self._in_flight[place] += 1
+                    self._used[place] = self._clock
+                    return asked, place
+            self._beginning = False
+            return None
 
     def _place(self, asked: Asked) -> int | None:
         """Return where the adapter of a call is, or is to be; None = all places are in use."""
@@ -147,22 +165,12 @@ class Samplers:
         return min(idle, key=lambda p: self._used[p], default=None)
 
     def _sample(self, asked: Asked, place: int) -> None:
-        request = asked.request
-        if place:
-            if self._names[place] != asked.name:
-                assert asked.load is not None
-                self._names[place] = None
-                parts = asked.load()
-                self.engine.put_adapter(place, parts["adapters"], float(parts["scale"]))
-                self._names[place] = asked.name
-            adapter = Adapter(asked.name, place)
-            request = Request(
-                request.prompt_tokens, request.keys, request.sampling, adapter=adapter
-            )
-        (futures,) = self.engine.submit([request])
-        self._clock += 1
-        self._in_flight[place] += 1
-        self._used[place] = self._clock
+        """Submit a call; when all its samples are over, answer it, and give others its place."""
+        try:
+            futures = self._submit(asked, place)
+        except Exception as error:
+            futures = [Future()]
+            futures[0].set_exception(error)
         left = [len(futures)]
 
         def over(_: Future[Completion]) -> None:
@@ -173,7 +181,9 @@ class Samplers:
                 self._in_flight[place] -= 1
             try:
                 answer: bytes | Exception = sample_response(
-                    [future.result() for future in futures], asked.prompt, request.sampling.logprobs
+                    [future.result() for future in futures],
+                    asked.prompt,
+                    asked.request.sampling.logprobs,
                 )
             except Exception as error:
                 answer = error
@@ -182,6 +192,23 @@ class Samplers:
 
         for future in futures:
             future.add_done_callback(over)
+
+    def _submit(self, asked: Asked, place: int) -> list[Future[Completion]]:
+        """Put the adapter of a call to its place, if it is not there, and submit the call."""
+        request = asked.request
+        if place:
+            if self._names[place] != asked.name:
+                assert asked.load is not None
+                parts = asked.load()
+                self._names[place] = None  # until it is there
+                self.engine.put_adapter(place, parts["adapters"], float(parts["scale"]))
+                self._names[place] = asked.name
+            adapter = Adapter(asked.name, place)
+            request = Request(
+                request.prompt_tokens, request.keys, request.sampling, adapter=adapter
+            )
+        (futures,) = self.engine.submit([request])
+        return futures
 
 
 def _key(seed: str, number: int) -> tuple[int, int]:
