@@ -107,3 +107,20 @@ def test_a_call_that_is_over_at_once_begins_no_other_twice():
     made.first.set_result(DONE)
     assert made.drawn == [(name, name) for name in "XXAABA"]
     assert [len(answers) for answers in asked.answers] == [1] * 6
+
+
+def test_who_asks_for_an_adapter_while_another_takes_its_place_waits_for_it():
+    made = AtOnce()
+    made.first.set_result(DONE)
+    asked = Asking(made, places=2)
+
+    def load(name):
+        if len(asked.answers) == 2:  # as another thread may
+            asked("X", 1)
+        return {"adapters": name, "scale": 1.0}
+
+    asked.load = load
+    for name in "XA":
+        asked(name, 1)
+    assert made.drawn == [("X", "X"), ("A", "A"), ("X", "X")]
+    assert [len(answers) for answers in asked.answers] == [1] * 3
