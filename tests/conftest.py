@@ -53,14 +53,25 @@ assert jax.device_count() == 8
 
 
 def pytest_addoption(parser):
-    """Let a run be written down."""
+    """Let a run be written down, or be of another schedule."""
     parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.txt")
+    parser.addoption(
+        "--ahead",
+        action="store_true",
+        help="engines begin a block before they have the last one, as on accelerators",
+    )
 
 
 def pytest_configure(config):
-    """Add up the seconds of each file, where the tests are reported."""
+    """Add up the seconds of each file, where the tests are reported; set the engines' schedule."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Seconds(config.getoption("--write-seconds")))
+    if config.getoption("--ahead"):
+        from jaxrl.rollout.native.engine import NativeEngine
+
+        defaults = NativeEngine.__init__.__kwdefaults__
+        assert defaults is not None and defaults["ahead"] is None
+        defaults["ahead"] = True
 
 
 @functools.cache
