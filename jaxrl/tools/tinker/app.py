@@ -431,7 +431,8 @@ class TinkerRoutes:
                 answer = {"type": "try_again", "request_id": name, "queue_state": "active"}
                 return web.json_response(answer, status=408)
         if found is None:
-            raise ApiError(404, f"request_id={name!r}: there is no such call")
+            gone = "there is no such call, or its answer is not kept any more"
+            raise ApiError(404, f"request_id={name!r}: {gone}")
         kind, state, answer = found
         if answer is None:
             raise ApiError(410, f"request_id={name!r}: its answer is not kept any more")

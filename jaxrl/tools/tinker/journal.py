@@ -3,6 +3,9 @@
 One SQLite database. A call is there before its client hears of it, and by a number of its client's
 own: sent again it is the same call. So after the server's death everything is computed again from
 the last state of each model (`states.py`) on, and nothing is computed twice.
+
+What is answered is kept for a time. So the file is as large as what is asked in that time, and as
+what models were asked since they were last written; deleted rows leave room for new ones.
 """
 
 import contextlib
@@ -56,7 +59,7 @@ class Call(NamedTuple):
 
 
 class Reused(ValueError):
-    """Signal that a number has come before with another body."""
+    """Signal that a number has come before, with another body or too long ago to know."""
 
 
 class Journal:
@@ -147,14 +150,27 @@ class Journal:
         sql = f"SELECT {columns} FROM calls WHERE {where} ORDER BY target, number"
         return [(Call(*row[:-1]), row[-1]) for row in self.rows(sql, *values)]
 
-    def forget_bodies(self, target: str, number: int) -> None:
-        """Drop what calls up to a number asked: a state that is kept has them in it."""
+    def forget_bodies(self, target: str, number: int = 2**63 - 1) -> None:
+        """Drop what calls up to a number asked: a state that is kept has them in it, or none is."""
         sql = "UPDATE calls SET body = NULL WHERE target = ? AND number <= ? AND state != ?"
         self.rows(sql, target, number, WAITS)
 
     def forget_answers(self, before: float) -> None:
-        """Drop calls that have been answered, and came before a time."""
-        self.rows("UPDATE calls SET answer = NULL WHERE at < ? AND state != ?", before, WAITS)
+        """Drop calls that have been answered, and came before a time.
+
+        Those stay without their answers that may have to be done again, losses while their owner
+        has a session, and the last call of each target, which says when that was in use.
+        """
+        old = "at < ? AND state != ?"
+        last = "SELECT MAX(number) FROM calls AS later WHERE later.target = calls.target"
+        here = "SELECT owner FROM sessions WHERE ended IS NULL"
+        loss = "kind = 'create_custom_loss'"
+        for sql in (
+            f"UPDATE calls SET body = NULL WHERE {old} AND {loss} AND owner NOT IN ({here})",
+            f"DELETE FROM calls WHERE {old} AND body IS NULL AND number < ({last})",
+            f"UPDATE calls SET answer = NULL WHERE {old} AND answer IS NOT NULL",
+        ):
+            self.rows(sql, before, WAITS)
 
 
 def facts(text: str) -> dict[str, Any]:

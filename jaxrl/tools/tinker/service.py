@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl.models.lora import LoraConfig, matrices
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.tools.tinker import bodies, graphs, states
-from jaxrl.tools.tinker.journal import DONE, FAILED, WAITS, Call, Journal, facts
+from jaxrl.tools.tinker.journal import DONE, FAILED, WAITS, Call, Journal, Reused, facts
 from jaxrl.tools.tinker.losses import LOSSES
 from jaxrl.tools.tinker.samplers import NO_LOG_PROB, Prompt, Samplers
 from jaxrl.tools.tinker.tenants import PER_DISPATCH, Adam, Tenant, Tenants, new_tenant
@@ -203,11 +203,14 @@ class Service:
             about: the model that it creates; None = it creates none.
 
         Raises:
-            Reused: another call had its number.
+            Reused: another call had its number, or it was done so long ago that nobody knows.
         """
         with self.journal.together():
             if not self.journal.accept(call):
                 return
+            known = self._models.get(call.target)
+            if known is not None and call.kind != "sample" and call.number < known.next:
+                raise Reused(f"{call.id} was done long ago: number each call anew")
             if about is not None:
                 session = call.target.partition(":")[0]
                 values = call.target, call.owner, session, time.time(), json.dumps(about)
@@ -303,11 +306,12 @@ class Service:
             self._forget(model.id)
 
     def _forget(self, target: str) -> None:
-        """Answer what a model that is gone was asked."""
+        """Answer what a model that is gone was asked; nothing of that is done again."""
         answer = {"error": "the session of the model is over", "category": "user"}
         for call, _ in self.journal.calls("target = ? AND state = 0", target):
             self.journal.finish(call.id, FAILED, json.dumps(answer).encode())
             self._told(call.id)
+        self.journal.forget_bodies(target)
 
     def _heads(self) -> list[Model]:
         """Return models with a call that is next, those first whose owners were served least."""
@@ -376,7 +380,7 @@ class Service:
         The second time the loss is the sum of the log-probs, each times what that is.
         """
         found = self.journal.calls("id = ? AND owner = ?", bodies.custom_of(message), model.owner)
-        if not found or found[0][0].kind != "create_custom_loss":
+        if not found or found[0][0].kind != "create_custom_loss" or not found[0][0].body:
             raise Refused("loss_fn_config: there is no loss of this loss_id; create it first")
         body = graphs.CreateLoss.model_validate_json(found[0][0].body)
         inputs = {one.name: one.rank for one in body.inputs[1:]}

@@ -451,10 +451,15 @@ def test_a_finished_session_is_over_and_its_checkpoints_are_not(server):
         session = service.holder.get_session_id()
         found = rest(server).get_session(session).result()
         assert found.training_run_ids == [model.model_id]
+    sql = "SELECT COUNT(*) FROM calls WHERE target = ? AND body IS NOT NULL"
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and model.model_id in server.service._models:
+    while time.monotonic() < deadline:
+        bodies = server.service.journal.rows(sql, model.model_id)
+        if model.model_id not in server.service._models and bodies == [(0,)]:
+            break
         time.sleep(0.1)
     assert model.model_id not in server.service._models
+    assert bodies == [(0,)]  # what it was asked is not done again
     with client(server) as service:
         service.create_training_client_from_state(path).result()
 
