@@ -211,6 +211,16 @@ class Completion:
     routes: np.ndarray | None = field(default=None, compare=False)
     steps: int = field(default=0, compare=False)
 
+    @property
+    def flaw(self) -> str:
+        """Say why this is no sample, whoever gave it; "" = it is one."""
+        if not self.tokens:
+            return "" if self.stop_reason == "abort" else "no token"
+        for name in ("log_probs", "versions", "context_versions"):
+            if len(getattr(self, name)) not in (0, len(self.tokens)):
+                return f"{len(self.tokens)} tokens and {len(getattr(self, name))} {name}"
+        return ""
+
 
 class Sampler(Protocol):
     """Draw samples for requests that may come at any time.

@@ -10,7 +10,9 @@ import pytest
 from jaxrl.data.tokenizer import character_tokenizer
 from jaxrl.envs import Env
 from jaxrl.rollout.conversations.conversation import sample_key
+from jaxrl.rollout.conversations.trajectories import AllFailed
 from jaxrl.rollout.generator import generate_now
+from jaxrl.rollout.protocol import Completion
 from tests.rollout.scripted import ScriptedEngine, TalkingEnv, completion, converse, make_prompt
 
 # The token of a digit is the digit; a to e are 10 to 14, "." 15, ">" 16, the end 17.
@@ -278,6 +280,46 @@ def test_a_fault_in_a_later_turn(fault, workers, monkeypatch, caplog):
     assert len(TalkingEnv.closed) == 2
     (record,) = caplog.records
     assert "test_multi_turn:FaultyEnv' failed on prompt 0:x with " in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Completion([], [], "stop", []), "no token (stop_reason='stop')"),
+        (Completion([], [], "length", []), "no token (stop_reason='length')"),
+        (Completion([5, END], [-0.5], "stop", [7, 7]), "2 tokens and 1 log_probs"),
+        (Completion([5, END], [-0.5] * 2, "stop", [7] * 3), "2 tokens and 3 versions"),
+        (
+            Completion([5, END], [-0.5] * 2, "stop", [7] * 2, context_versions=[7]),
+            "2 tokens and 1 context_versions",
+        ),
+    ],
+)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_an_answer_of_the_engine_that_is_none_costs_its_own_trajectory(
+    answer, said, turn, monkeypatch, caplog
+):
+    monkeypatch.setattr(TalkingEnv, "closed", [])
+    good = [[3, END], [5, END], [6, END]]
+    bad = good[:turn] + [answer]
+    flawed = make_prompt(TOKENIZER, "21", uid="0:x", says=["ab", "c", None])
+    replies = {1: by_turn(*good), 2: by_turn(*bad)}  # by the first token of the prompt
+    output = converse(
+        lambda tokens, key: replies[tokens[0]](tokens, key), [TALK, flawed], TOKENIZER
+    )
+    assert row(output)[0] == [3, END, 10, 11, ASK, 5, END, 12, ASK, 6, END]
+    kept = [[], [3, END]][turn]  # of the turn before
+    assert row(output, 1) == [kept, [0] * len(kept), [0.0] * len(kept), *row(output, 1)[3:]]
+    assert output["stop_reasons"] == ["stop", "env_error"]
+    assert output["rollout_metrics"]["generate/env_errors"] == 1
+    assert len(TalkingEnv.closed) == 2
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"the engine answered prompt 0:x with {said}")
+
+
+def test_an_engine_that_never_answers_ends_the_batch_with_its_reason():
+    with pytest.raises(AllFailed, match="all 2 .* the engine answered prompt 0:p with no token"):
+        converse(lambda *_: Completion([], [], "stop", []), [TALK] * 2, TOKENIZER)
 
 
 def test_hung_environments_do_not_eat_the_pool(caplog):

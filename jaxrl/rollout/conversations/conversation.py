@@ -286,7 +286,7 @@ class ConversationGenerator:
         """Return the trajectories of the batch, in order.
 
         What goes wrong in an environment ends its own conversation: stop_reason "env_error",
-        reward 0, everything masked.
+        reward 0, everything masked. So does an answer of the engine that is no sample.
 
         Raises:
             AllFailed: that is what became of every trajectory of a whole batch; gives the first
@@ -440,6 +440,7 @@ class ConversationGenerator:
         with conversation.failing():
             while turn is not None:
                 completion = await asyncio.wrap_future(turn)
+                _refuse_flawed(conversation.prompt, completion)
                 if conversation.begun:
                     most = self.settings.partial_rollouts.max_tokens_per_step
                     carried = goes_on(conversation.begun, completion, sampling, most)
@@ -563,6 +564,21 @@ class ConversationGenerator:
             sorted(lengths)[len(lengths) // 2],
             max(lengths),
         )
+
+
+def _refuse_flawed(prompt: Prompt, completion: Completion) -> None:
+    """Refuse what an engine of the user's gave for a sample and is none.
+
+    Raises:
+        EnvironmentFailure: it costs the sample's own conversation.
+    """
+    if flaw := completion.flaw:
+        error = UnusableAnswer(
+            f"the engine answered {prompt.place} with {flaw} (stop_reason="
+            f"{completion.stop_reason!r}); a Completion has at least one token, if it was not "
+            "aborted, and one entry for each in every list that is not empty"
+        )
+        raise EnvironmentFailure(str(error)) from error
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:

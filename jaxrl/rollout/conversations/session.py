@@ -24,6 +24,8 @@ _MESSAGES = "[{'role': 'user', 'content': '...'}]"
 class EnvironmentFailure(Exception):
     """Signal that an environment raised, hung, or answered with what cannot be used.
 
+    An engine that did the last is counted among them.
+
     `place` is the `file:line` of the user's that is to blame, or "".
     """
 
@@ -31,7 +33,7 @@ class EnvironmentFailure(Exception):
 
 
 class UnusableAnswer(ValueError):
-    """Say what is wrong with what the environment or a reward function returned."""
+    """Say what is wrong with what the environment, a reward function or an engine returned."""
 
 
 class JudgedTurn(NamedTuple):
