@@ -35,7 +35,9 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxrl.config.oddities import warn_of_longest_row
 from jaxrl.files import replace_text, writable_folder
+from jaxrl.models.hf import max_positions
 from jaxrl.parallel.devices import check_devices
 from jaxrl.tools.plan import report
 from jaxrl.tools.plan.costs import Compiler, estimated
@@ -61,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     memory_of = estimated if estimates else lambda phase, config: compiled(phase)
     train_config = cfg.to_train_config(config)
     plan = make_plan(train_config, devices, memory_of, cli.tell, options.mean_response)
+    warn_of_longest_row(plan.config, max_positions(plan.config.trainer.policy.model.path or ""))
     print(report.text(plan), flush=True)
     remedies = [] if plan.fits else find_remedies(config, plan, memory_of, cli.tell)
     if not plan.fits:

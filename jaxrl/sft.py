@@ -27,6 +27,7 @@ import numpy as np
 from jaxrl import activity
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.microbatching import update_microbatching
+from jaxrl.config.model_limits import check_ids, check_tokens, warn_of_positions
 from jaxrl.config.platform_defaults import settle
 from jaxrl.data.conversations import Conversation, conversation_batch, load_conversations
 from jaxrl.data.order import order_of_run
@@ -379,15 +380,29 @@ def _load_all(config: cfg.TrainConfig, chosen: Any) -> SFTTrainer:
     path = role.model.path or ""  # validated
     model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
     tokenizer = load_tokenizer(path, template.name_or_path if template.source == "file" else None)
-    mesh = make_mesh(**dataclasses.asdict(role.mesh))
+    ends = hf.eos_sources(path)
+    check_ids("trainer.policy.model.path", path, model.vocab_size, tokenizer, ends)
+    mesh, data = make_mesh(**dataclasses.asdict(role.mesh)), config.data
+    train_data = _load(config, tokenizer, data.train_data)
+    eval_data = _load(config, tokenizer, data.val_data if evaluated else [])
+    check_tokens("data.train_data", data.train_data, train_data, model.vocab_size)
+    check_tokens("data.val_data", data.val_data, eval_data, model.vocab_size)
     trainer = SFTTrainer(
         config,
         tokenizer=tokenizer,
         model=model,
         mesh=mesh,
-        train_data=_load(config, tokenizer, config.data.train_data),
-        eval_data=_load(config, tokenizer, config.data.val_data if evaluated else []),
+        train_data=train_data,
+        eval_data=eval_data,
         display=display,
+    )
+    warn_of_positions(
+        "sft.max_length",
+        config.sft.max_length,
+        "the longest conversation has",
+        max(trainer.lengths),
+        hf.max_positions(path),
+        path,
     )
     lines = [*chosen, *(f"kernel: {choice}" for choice in trainer.forward_pass.kernels)]
     card = cfg.sft_card(config, mesh.size, max(trainer.lengths), lines)

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from jaxrl import activity
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.model_limits import check_ids, check_tokens
 from jaxrl.config.objective_requirements import needs_reference, updates_per_step
 from jaxrl.config.oddities import warn_of_scale
 from jaxrl.config.platform_defaults import Settled, settle
@@ -80,6 +81,7 @@ from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import NothingLearnt, Trainer
 from jaxrl.training.build import devices_of
 from jaxrl.training.evaluation import check_sources
+from jaxrl.training.reference import reference_model
 from jaxrl.training.resident_memory import beside_the_engine
 from jaxrl.types import Prompt
 
@@ -231,6 +233,22 @@ class BasePPOExp:
             rejudge_fraction=environment.rejudge_fraction,
         )
 
+    def check_ids(
+        self,
+        model: TransformerConfig | AdaptedModel,
+        train: Sequence[Prompt],
+        evaluation: Sequence[Prompt],
+    ) -> None:
+        """Refuse tokens and ends of sequence that a model has no id for; see `model_limits`."""
+        if isinstance(model, AdaptedModel):
+            return  # whose ids nobody knows
+        data, path = self.config.data, self.config.trainer.policy.model.path
+        assert path is not None  # validated
+        ends = hf.eos_sources(path)
+        check_ids("trainer.policy.model.path", path, model.vocab_size, self.tokenizer, ends)
+        check_tokens("data.train_data", data.train_data, train, model.vocab_size)
+        check_tokens("data.val_data", data.val_data, evaluation, model.vocab_size)
+
     def check_environments(self, prompts: Sequence[Prompt]) -> None:
         """Refuse environments that cannot be made here or do not work, and such reward functions.
 
@@ -367,8 +385,12 @@ class BasePPOExp:
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
         if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
             check_vocabulary(tokenizer, ref_path)
+            reference = reference_model(config.trainer, model)
+            if isinstance(reference, TransformerConfig):
+                check_ids("trainer.ref.model.path", ref_path, reference.vocab_size, tokenizer)
         train_prompts = self.get_prompts(config.data.train_data)
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
+        self.check_ids(model, train_prompts, eval_prompts)
         check_sources(eval_prompts)
         _warn_of_a_judge_of_no_row(config, [*train_prompts, *eval_prompts])
         if config.generator.demonstrations:
@@ -406,6 +428,7 @@ class BasePPOExp:
             config,
             updates=trainer.total_steps * updates_per_step(config.trainer),
             positions=None if isinstance(model, AdaptedModel) else hf.max_positions(path),
+            vocabulary=None if isinstance(model, AdaptedModel) else model.vocab_size,
             platform=jax.default_backend(),
         )
         self.report_data(trainer)

@@ -5,6 +5,7 @@ Each ends with exit status 2 and no traceback, and what was there before is as i
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from jaxrl.models.transformer import init_params
 # Its handler keeps the stderr of its first message, which must not be that of a test.
 transformers.logging.get_verbosity()
 CONFIGS = Path(__file__).parent.parent / "configs"
-TINY = CONFIGS / "tiny_char_model"
+TINY, POLICY = CONFIGS / "tiny_char_model", "trainer.policy.model.path"
 RECIPE = f"""
 from jaxrl.config import load_config_file
 
@@ -316,8 +317,8 @@ MODELS = {
         ["config.json: model_type='llama4_text' is not supported", "qwen3"],
     ),
     "vocabulary": (
-        changed_json("config.json", vocab_size=20),
-        ["has shape (48, 64), expected (20"],
+        changed_json("config.json", vocab_size=64),
+        ["has shape (48, 64), expected (64"],
     ),
     "tokenizer cut": (cut("tokenizer.json", 9), ["tokenizer", "again"]),
     "no tokenizer": (
@@ -340,6 +341,44 @@ def test_a_model_folder(name, place, capsys):
     path = "--config.trainer.policy.model"
     words = ["--config=recipe.py", f"{path}.path={model}", f"{path}.random_init=False"]
     check(capsys, place, "train", words, [str(model), *expected])
+
+
+# What a model has no id for, and what is said of it; before anything is loaded or compiled.
+LACKS = {
+    "tokens": (
+        changed_json("config.json", vocab_size=43),
+        ["the tokenizer has ids that the model with its 43 tokens", "'y' is 43, 'z' is 44"],
+    ),
+    "an end": (
+        changed_json("generation_config.json", eos_token_id=[45, 999]),
+        ["generation_config.json names is id 999", "from 0 to 47"],
+    ),
+    "an end of config.json": (
+        changed_json("config.json", eos_token_id=999),
+        ["config.json names is id 999", "from 0 to 47"],
+    ),
+}
+
+
+LACKING = [
+    (module, name)
+    for module in ("train", "sft", "serve", "evaluate", "tinker", "plan", "doctor")
+    for name in LACKS
+    if (module, name) != ("plan", "tokens")  # it loads no tokenizer
+]
+
+
+@pytest.mark.parametrize(("module", "name"), LACKING)
+def test_ids_that_a_model_has_not(module, name, place, capsys):
+    change, expected = LACKS[name]
+    shutil.copytree(TINY, place / "model")
+    change(place / "model")
+    recipe = CONFIGS / "sft_addition.py" if module == "sft" else "recipe.py"
+    words = [f"--config={recipe}", f"--config.{POLICY}={place / 'model'}"]
+    words += ['--config.data.val_data=["jaxrl.envs.toys.sort_digits:prompts(size=4, seed=1)"]'] * (
+        module == "evaluate"
+    )
+    check(capsys, place, module, words, [POLICY, str(place / "model"), *expected])
 
 
 COMMANDS = [

@@ -5,6 +5,7 @@ import warnings
 
 from jaxrl.config.algorithm import AlgorithmConfig
 from jaxrl.config.generator import engine_dtype
+from jaxrl.config.model_limits import warn_of_positions, warn_of_stops
 from jaxrl.config.objective_requirements import (
     estimator_name,
     estimator_row,
@@ -47,7 +48,12 @@ def warn_of_oddities(config: TrainConfig) -> None:
 
 
 def warn_of_scale(
-    config: TrainConfig, *, updates: int, positions: int | None, platform: str
+    config: TrainConfig,
+    *,
+    updates: int,
+    positions: int | None,
+    vocabulary: int | None,
+    platform: str,
 ) -> None:
     """Warn of what does not fit the run, the model or the machine, once these are known.
 
@@ -55,9 +61,10 @@ def warn_of_scale(
         config: resolved.
         updates: of the whole run.
         positions: that the model was made for; None: nobody says.
+        vocabulary: ids that it has; None: nobody says.
         platform: of the devices: "cpu", "gpu", "tpu".
     """
-    trainer, odd, longest = config.trainer, [], longest_row(config)
+    trainer, odd = config.trainer, []
     optimizer = trainer.policy.optimizer_config
     if optimizer.scheduler != "constant" and optimizer.num_warmup_steps >= updates:
         odd.append(
@@ -65,16 +72,26 @@ def warn_of_scale(
             f"run has {updates} updates, so that the learning rate never gets to "
             f"{optimizer.lr:g}; lower it, or train for longer"
         )
-    if positions is not None and longest > positions:
-        odd.append(
-            f"trainer.max_prompt_length={trainer.max_prompt_length}: with the response a row may "
-            f"have {longest} tokens, and {trainer.policy.model.path} was made for {positions} "
-            "(max_position_embeddings); lower it"
-        )
+    warn_of_longest_row(config, positions)
+    if vocabulary is not None:
+        warn_of_stops(config.generator.sampling_params.stop_token_ids, vocabulary)
     if platform == "cpu" and trainer.bf16 is True:
         odd.append("trainer.bf16=True on a CPU, which is slower at it than in float32; set False")
     for oddity in odd:
         warnings.warn(oddity, stacklevel=3)
+
+
+def warn_of_longest_row(config: TrainConfig, positions: int | None) -> None:
+    """Warn of prompts and responses that are together longer than the policy was made for."""
+    trainer = config.trainer
+    warn_of_positions(
+        "trainer.max_prompt_length",
+        trainer.max_prompt_length,
+        "with the response a row may have",
+        longest_row(config),
+        positions,
+        trainer.policy.model.path,
+    )
 
 
 def _odd_correction(config: TrainConfig) -> list[str]:

@@ -223,11 +223,22 @@ def max_positions(folder: str | os.PathLike[str]) -> int | None:
 
 def eos_token_ids(folder: str | os.PathLike[str]) -> list[int]:
     """List every end-of-sequence id that generation_config.json or config.json names."""
-    configs = [load_generation_config(folder), read_json(local_folder(folder) / "config.json")]
-    found = [config.get("eos_token_id") for config in configs]
-    return sorted(
-        {i for ids in found for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
-    )
+    return sorted(eos_sources(folder))
+
+
+def eos_sources(folder: str | os.PathLike[str]) -> dict[int, str]:
+    """Return every end-of-sequence id of a model folder, with the path of the file that names it.
+
+    Of an id that both files name it is generation_config.json.
+    """
+    found: dict[int, str] = {}
+    for name in ("config.json", "generation_config.json"):
+        path = local_folder(folder) / name
+        ids = read_json(path).get("eos_token_id") if path.is_file() else None
+        for token in ids if isinstance(ids, list) else [ids]:
+            if token is not None:
+                found[token] = str(path)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -480,7 +480,8 @@ def scale(platform="cpu", updates=3, positions=256, **changes):
     config = resolve(config)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        warn_of_scale(config, updates=updates, positions=positions, platform=platform)
+        known = {"positions": positions, "vocabulary": 48, "platform": platform}
+        warn_of_scale(config, updates=updates, **known)
     return [str(warning.message) for warning in told]
 
 
@@ -500,6 +501,8 @@ def test_what_does_not_fit_run_model_or_machine_is_warned_of():
     (line,) = scale(**fits | {"trainer.max_prompt_length": 201})
     assert "max_prompt_length=201: with the response a row may have 257 tokens, and models" in line
     assert scale(**fits | {"trainer.max_prompt_length": 201}, positions=None) == []
+    (line,) = scale(**fits | {"generator.sampling_params.stop_token_ids": "[47, 48]"})
+    assert "stop_token_ids has [48], which stop nothing" in line
     (line,) = scale(**fits | {"trainer.bf16": "true"})
     assert line.startswith("trainer.bf16=True on a CPU")
     assert scale("tpu", **fits | {"trainer.bf16": "true"}) == []

@@ -10,6 +10,7 @@ import jax
 from etils import epath
 
 from jaxrl import config as cfg
+from jaxrl.config.model_limits import check_ids, warn_of_positions
 from jaxrl.config.platform_defaults import settle
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import as_path, missing_packages_named
@@ -76,7 +77,11 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer
         path, template.name_or_path if template.source == "file" else None
     )
     model = hf.load_config(path, cfg.model_overrides(trainer, trainer.policy))
+    ends = hf.eos_sources(path)
+    check_ids("trainer.policy.model.path", path, model.vocab_size, tokenizer, ends)
     length = serve.max_model_len or cfg.longest_row(config)
+    of_model = hf.max_positions(path), path
+    warn_of_positions("serve.max_model_len", length, "a row may have", length, *of_model)
     mesh = make_mesh(devices=devices, **dataclasses.asdict(trainer.policy.mesh))
     engine = native_engine(
         settings,

@@ -22,7 +22,10 @@ def build(examined: ExaminedRun) -> Finding:
 
 
 def prompts(examined: ExaminedRun) -> Finding:
-    """Check that prompts differ, and that the model has their token ids."""
+    """Check that prompts differ; that the model has their token ids was checked to build the run.
+
+    See `config.model_limits`.
+    """
     trainer, model = examined.trainer, examined.trainer.model
     chosen = trainer.train_prompts
     largest = max(max(prompt.tokens) for prompt in chosen)
@@ -33,14 +36,6 @@ def prompts(examined: ExaminedRun) -> Finding:
     about = f"{len(chosen)} prompts of at most {longest} tokens (max_prompt_length {most})"
     about = "; ".join((about, *examined.data_card.warnings))
     vocabulary = getattr(model, "vocab_size", None)
-    if vocabulary is not None and largest >= vocabulary:
-        return failed(
-            largest,
-            vocabulary - 1,
-            f"largest token id; {about}",
-            cause=f"a prompt has token {largest}, the model knows {vocabulary} tokens",
-            fix="use the tokenizer of the model; resize its embeddings if tokens were added",
-        )
     messages = {repr(prompt.messages) for prompt in chosen}
     if len({prompt.tokens for prompt in chosen}) == 1 < len(messages):
         return failed(
@@ -62,13 +57,13 @@ def tokenizer(examined: ExaminedRun) -> Finding:
     about = (
         f"{len(tokens)} tokens for {vocabulary} of the model; responses end with {sorted(stops)}"
     )
-    if max(stops) >= vocabulary or len(tokens) > vocabulary:
+    if max(stops) >= vocabulary:
         return failed(
-            max(len(tokens), max(stops) + 1),
-            vocabulary,
+            max(stops),
+            vocabulary - 1,
             about,
-            cause=f"the tokenizer has ids that the model with its {vocabulary} tokens has not",
-            fix="use the tokenizer of the model",
+            cause=f"{max(stops)} stops nothing: the model has ids from 0 to {vocabulary - 1}",
+            fix="leave it out of generator.sampling_params.stop_token_ids",
         )
     end = end_of_turn(examined)
     if end is None:

@@ -124,9 +124,10 @@ def devices(examined: ExaminedRun) -> Finding:
 
 def memory(examined: ExaminedRun) -> Finding:
     """Check that the whole run, not the small one, fits by the estimate of `jaxrl.plan`."""
-    here, config = machine(), examined.full_config
+    here, config, full = machine(), examined.full_config, examined.full_experiment
     try:
-        model = examined.full_experiment.get_model()
+        model, full.tokenizer = full.get_model(), full.get_tokenizer()
+        full.check_ids(model, [], [])
     except (ValueError, OSError) as error:
         raise bad_input(config, error) from error
     if isinstance(model, AdaptedModel):

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import activity, config as cfg
+from jaxrl.config.oddities import warn_of_longest_row
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.placement import place_model
+from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import is_first
 from jaxrl.records.display import display_of
 from jaxrl.rollout.generator import run_now, sample_prompts
@@ -104,6 +106,12 @@ def ask(run: BasePPOExp, target: EvalTarget, step: int) -> tuple[dict[str, float
     left_out = sum(run.too_long.values())
     without = f"; {left_out} are too long and left out" if left_out else ""
     activity.say(f"{len(prompts)} prompts from {', '.join(sources)}{without}")
+    if target.kind != "server":  # whose model is elsewhere
+        model = run.get_model()
+        run.check_ids(model, [], prompts)
+        if isinstance(model, TransformerConfig):
+            policy = config.trainer.policy.model
+            warn_of_longest_row(config, hf.max_positions(policy.path or ""))
     run.check_environments(prompts)
     path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
     assert path is not None and params is not None  # validated, resolved

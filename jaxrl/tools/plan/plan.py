@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
+from jaxrl.config.model_limits import check_ids
 from jaxrl.config.platform_defaults import settle
 from jaxrl.models import hf
 from jaxrl.models.kernels import HEAD_LOG_PROBS, OPERATIONS, PAGED_ATTENTION
@@ -133,7 +134,9 @@ def make_plan(
     cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
     role = config.trainer.policy
     assert role.model.path is not None  # validated
-    model = hf.load_config(role.model.path, cfg.model_overrides(config.trainer, role))
+    path = role.model.path
+    model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
+    check_ids("trainer.policy.model.path", path, model.vocab_size, ends=hf.eos_sources(path))
     config, lines = sized(config, lambda: model, machine.devices, machine.memory, machine.platform)
     chosen = [*chosen, *lines]
     longest = config.generator.sampling_params.max_generate_length

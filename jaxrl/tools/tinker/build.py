@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxrl import config as cfg
+from jaxrl.config.model_limits import check_ids, warn_of_positions
 from jaxrl.config.platform_defaults import settle
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import writable_folder
@@ -148,6 +149,11 @@ def make_server(config: Any) -> Server:
             f"trainer.policy.model.path={path!r}: this model has experts, states or latents, whose "
             "matrices rows of a batch cannot have adapters of their own for yet"
         )
+    ends = hf.eos_sources(path)
+    check_ids("trainer.policy.model.path", path, model.vocab_size, tokenizer, ends)
+    length = serve.max_model_len or cfg.longest_row(config)
+    of_model = hf.max_positions(path), path
+    warn_of_positions("serve.max_model_len", length, "a row may have", length, *of_model)
     mesh = make_mesh(**dataclasses.asdict(trainer.policy.mesh))
     placement = place_model(model, mesh, cfg.sharding_rules(trainer.sharding_rules))
     # the head has an adapter and the embeddings have none, so that they are two
@@ -179,7 +185,6 @@ def make_server(config: Any) -> Server:
     trainer.algorithm.temperature = 1.0  # what the API calls log-probs are the model's own
     forward = make_forward_pass(config, model, placement).forward
     tenants = Tenants(forward, base, lora, placement, limits.adapters + 1)
-    length = serve.max_model_len or cfg.longest_row(config)
     places = limits.samplers + 1
     engine = native_engine(
         settings,
@@ -195,7 +200,7 @@ def make_server(config: Any) -> Server:
         resident_bytes=resident,
     )
     engine.update_weights(base, 0)
-    stops = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)} - {None})
+    stops = sorted({tokenizer.eos_token_id, *ends} - {None})
     service = Service(
         journal,
         root,
