@@ -1,7 +1,6 @@
 """Guessed tokens: what is drawn is what would have been drawn without them, in fewer steps."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -17,14 +16,11 @@ from jaxrl.rollout.native.decode import draft
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from tests.models.test_exact import KINDS, MODEL as EXACT_MODEL, parameters, rows_of, scored
-from tests.rollout import test_distribution as distribution
-from tests.rollout.test_distribution import OPTIONS, exact, p_value
 from tests.rollout.test_engine import make
-from tests.rollout.test_native import LLAMA, flat, random_params
+from tests.rollout.test_native import LLAMA, flat
 from tests.rollout.test_states import DELTA
 
 guessed = jax.jit(draft, static_argnums=2)
-AGAIN = distribution.PROMPT * 2
 
 
 def test_what_came_after_the_last_tokens_before():
@@ -177,30 +173,6 @@ def test_routes_are_those_of_the_tokens_that_were_kept():
     assert_the_same(*found)
     for one, other in zip(*found, strict=True):
         assert np.array_equal(one.routes, other.routes)
-
-
-@functools.cache
-def drawn(name):
-    mesh = make_mesh(devices=jax.devices()[:1])
-    settings = {"max_num_seqs": 256, "steps_per_dispatch": 4, "speculative_tokens": 3}
-    engine = NativeEngine(LLAMA, mesh, **settings)
-    engine.update_weights(random_params(LLAMA), 0)
-    keys = tuple((0, k) for k in range(distribution.DRAWS))
-    return flat(engine.generate([Request(AGAIN, keys, Sampling(max_tokens=3, **OPTIONS[name]))]))
-
-
-@pytest.mark.slow  # the same tokens as without guesses, above: so the same distribution
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_distribution_is_exact(name):
-    """Of the first token, and of the second behind the one that was guessed for the first: 5."""
-    options, samples = OPTIONS[name], drawn(name)
-    first = np.array([c.tokens[0] for c in samples])
-    assert p_value(np.bincount(first, minlength=32), exact(AGAIN, **options)) > 1e-3
-    guessed = AGAIN[0]
-    second = [c.tokens[1] for c in samples if c.tokens[0] == guessed and c.tokens[1:]]
-    if len(second) > 50:
-        after = exact((*AGAIN, guessed), drawn=1, **options)
-        assert p_value(np.bincount(second, minlength=32), after) > 1e-3
 
 
 @pytest.mark.slow
