@@ -126,6 +126,8 @@ class SFTTrainer:
         """Make everything that is compiled or placed once."""
         trainer = self.config.trainer
         self.policy, self.forward_pass = assemble_policy(self.config, self.model, self.mesh)
+        if trainer.hf_save_interval > 0:
+            self.policy.check_export()
         placement = self.policy.placement
         self.optimizer, self.abstract_state, self.updater = assemble_update(
             self.config, self.forward_pass, placement, self.total_steps, self.policy.trained

@@ -143,7 +143,8 @@ class BasePPOExp:
         """
         role = self.config.trainer.policy
         assert role.model.path is not None  # validated
-        return hf.load_config(role.model.path, cfg.model_overrides(self.config.trainer, role))
+        overrides = cfg.model_overrides(self.config.trainer, role)
+        return hf.load_config(role.model.path, overrides, random_init=role.model.random_init)
 
     def get_tokenizer(self) -> Any:
         """Load the policy's tokenizer, with the chat template of `generator.chat_template`."""
@@ -570,11 +571,14 @@ def _warn_of_a_judge_of_no_row(config: cfg.TrainConfig, prompts: list[Prompt]) -
 def _check_export(trainer: Trainer) -> None:
     """Refuse an export that cannot be made, now rather than when the first is due."""
     model, interval = trainer.model, trainer.config.trainer.hf_save_interval
-    if isinstance(model, AdaptedModel) and interval > 0 and type(trainer).export is Trainer.export:
+    if interval <= 0 or type(trainer).export is not Trainer.export:
+        return
+    if isinstance(model, AdaptedModel):
         raise ValueError(
             f"trainer.hf_save_interval={interval}: {model.name} has no Hugging Face form; set it "
             "to -1, or override Trainer.export"
         )
+    trainer.policy.check_export()
 
 
 def for_scripts(body: Callable[P, T]) -> Callable[P, T]:

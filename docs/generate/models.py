@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxrl.models.families import FAMILIES, MULTIMODAL
+from jaxrl.models.peft_format import JOINED_EXPERTS
 
 _DOCS = Path(__file__).parents[2] / "docs"
 PAGE, RESULTS = _DOCS / "models.md", _DOCS / "families.json"
@@ -81,6 +82,10 @@ LEFT_OUT = {
     "adapters of tensors that hold several matrices": "Phi-3's `qkv_proj` and `gate_up_proj`, "
     "GLM-4's `gate_up_proj`: each matrix has its own adapter, and a PEFT folder one of their ranks "
     "together, by `rank_pattern` and `alpha_pattern`; servers that read neither cannot load it.",
+    "adapters of experts": "PEFT folders are of all matrices of all experts, of "
+    + ", ".join(f"`{name}`" for name in JOINED_EXPERTS)
+    + "; others are refused, and can be exported merged. Read they are one by one, as jaxrl writes "
+    "them.",
 }
 
 _INTRODUCTION = """# Models

@@ -46,6 +46,9 @@ class SkyRLLoraConfig(BaseConfig):
         str, one_in("jaxrl.models.lora:INIT_METHODS", later=("xavier", "normal", "zero"))
     ] = "kaiming"
     """"kaiming": A uniform in +-1 / sqrt(inputs); "gaussian": A normal, deviation 1 / rank; B 0."""
+    merge_exports: Annotated[bool, new("the policy's; a critic's are always merged")] = False
+    """Write exports as whole models, the adapters merged; false = as PEFT folders of the adapters
+    alone, which are refused where PEFT would not read them."""
 
 
 @dataclass

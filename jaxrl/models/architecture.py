@@ -1,6 +1,7 @@
 """Say what a decoder is made of: the numbers and choices that its forward reads."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -94,6 +95,23 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Hold what an export keeps of the folder that a model was read from.
+
+    Attributes:
+        folder: path or hub id.
+        config: its config.json, with what the run put into it.
+        generation: its generation_config.json; empty without one.
+        weights: its weights are the model's; False = those are random.
+    """
+
+    folder: str
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    weights: bool = True
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
     """Describe the architecture of a decoder: that of Llama, and what other families change.
 
@@ -147,6 +165,14 @@ class TransformerConfig:
     delta_net: DeltaNet | None = None
     convolution: ShortConvolution | None = None
     latent: Latent | None = None  # h is the width of queries and keys, and each head has its own
+    # of whoever read it, no part of what the model is: equal models may have others
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+
+    def described(self) -> dict[str, Any]:
+        """Return all that the model is by field, without where it was read from."""
+        known = asdict(replace(self, origin=None))
+        del known["origin"]
+        return known
 
 
 # Fields that checkpoints from before they existed do not have; `describe` leaves them out where

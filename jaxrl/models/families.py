@@ -90,6 +90,7 @@ DEFAULTS: dict[str, Any] = {
     "layer_types": None,
     **SUPPORTED_VALUES,
 }
+TIED = "tie_word_embeddings"
 ALIASES = {
     "num_local_experts": "num_experts",  # in a config.json that transformers 5 wrote
     "block_ff_dim": "intermediate_size",  # LFM2
@@ -658,19 +659,103 @@ def config_from_hf(
         {ALIASES.get(name, name): x for name, x in (given or {}).items()}
         for given in (hf_config, overrides)
     )
-    if (outer := hf_config.get("model_type")) in MULTIMODAL:
-        tied = {k: x for k, x in hf_config.items() if k == "tie_word_embeddings"}
-        text = hf_config.get("text_config") or {}
-        hf_config = {"model_type": MULTIMODAL[outer], **tied, **text}
+    hf_config = text_config(hf_config)
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
-        raise _unsupported("model_type", model_type, " or ".join(map(repr, FAMILIES)))
+        raise _unknown(hf_config)
     changes = dict(overrides or {})
     _check_overrides(changes, hf_config, model_type)
     rope_changes = {k: changes.pop(k) for k in ("rope_theta", "rope_scaling") if k in changes}
     values = DEFAULTS | FAMILIES[model_type].defaults | dict(hf_config) | changes
     config = _parse(model_type, values)
     return dataclasses.replace(config, **_rope_overrides(config, values, rope_changes))
+
+
+def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model's text part, which may be all of it."""
+    if (outer := hf_config.get("model_type")) not in MULTIMODAL:
+        return dict(hf_config)
+    tied = {k: x for k, x in hf_config.items() if k == TIED}
+    text = hf_config.get("text_config") or {}
+    return {"model_type": MULTIMODAL[outer], **tied, **text}
+
+
+def text_alone(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model's text part as a model of its own."""
+    text = text_config(hf_config)
+    if hf_config.get("model_type") not in MULTIMODAL:
+        return text
+    outside = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    named = {k: hf_config[k] for k in outside if k in hf_config}
+    return {"architectures": [FAMILIES[text["model_type"]].architecture], **named, **text}
+
+
+def with_entries(hf_config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with other entries of the text model.
+
+    Where it has an older name of one, that is left out. What ties the head stands outside of the
+    text part, too.
+    """
+    old = {alias for alias, name in ALIASES.items() if name in changes} - {*changes}
+    if hf_config.get("model_type") not in MULTIMODAL:
+        return {k: x for k, x in hf_config.items() if k not in old} | dict(changes)
+    text = hf_config.get("text_config") or {}
+    outside = {k: x for k, x in changes.items() if k == TIED}
+    inside = {k: x for k, x in text.items() if k not in old} | dict(changes)
+    return {**hf_config, **outside, "text_config": inside}
+
+
+def changed_config(config: TransformerConfig, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base`, the config.json of another model, with what `config` has otherwise.
+
+    What says nothing of the architecture stays as it is: token ids, context length, the text part's
+    place beside pictures, the form of either version of transformers.
+
+    Raises:
+        ValueError: the family of `base` does not have such a model; says what it would be.
+    """
+    before, model_type = config_from_hf(base), text_config(base)["model_type"]
+    old, new = _write(model_type, before), _write(model_type, config)
+    changes = {k: x for k, x in new.items() if k not in old or x != old[k]}
+    written = with_entries(base, changes)
+    if different := _differences(config, config_from_hf(written)):
+        raise ValueError(f"{model_type} has {different}")
+    return written
+
+
+def _differences(config: TransformerConfig, found: TransformerConfig) -> str:
+    """Say in which fields a config that was read is not the one that was written."""
+    wanted = config.described()
+    return ", ".join(
+        f"{k}={v!r}, not {wanted[k]!r}" for k, v in found.described().items() if v != wanted[k]
+    )
+
+
+def with_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a config.json of weights in `dtype`, which it names where it named one.
+
+    They are not quantised any more, and no code of the folder comes with them.
+    """
+    changed = {
+        k: dtype if k in ("dtype", "torch_dtype") else x
+        for k, x in hf_config.items()
+        if k not in ("quantization_config", "auto_map")
+    }
+    if hf_config.get("model_type") in MULTIMODAL:
+        changed["text_config"] = with_dtype(hf_config.get("text_config") or {}, dtype)
+    return changed
+
+
+def _unknown(hf_config: Mapping[str, Any]) -> ValueError:
+    model_type, known = hf_config.get("model_type"), [*FAMILIES, *MULTIMODAL]
+    near = difflib.get_close_matches(str(model_type), known, n=3, cutoff=0.5)
+    nearest = f"the nearest are {', '.join(map(repr, near))}; " if near else ""
+    if "text_config" in hf_config:
+        nearest = f"the text parts of {', '.join(map(repr, MULTIMODAL))} are read; {nearest}"
+    others = " or ".join(repr(name) for name in known)
+    return ValueError(
+        f"config.json: model_type={model_type!r} is not supported; {nearest}supported: {others}"
+    )
 
 
 def config_to_hf(
@@ -692,15 +777,13 @@ def config_to_hf(
             "max_position_embeddings": max_position_embeddings
         }
         try:
-            found = dataclasses.asdict(config_from_hf(hf_config))
+            different = _differences(config, config_from_hf(hf_config))
         except ValueError as error:
             reasons.append(f"{model_type}: {error}")
             continue
-        wanted = dataclasses.asdict(config)
-        different = [f"{k}={v!r}, not {wanted[k]!r}" for k, v in found.items() if v != wanted[k]]
         if not different:
             return hf_config
-        reasons.append(f"{model_type} has {', '.join(different)}")
+        reasons.append(f"{model_type} has {different}")
     raise ValueError(f"no Hugging Face family has this architecture: {'; '.join(reasons)}")
 
 

@@ -9,10 +9,10 @@ import functools
 import json
 import os
 import re
-from collections.abc import Container, Mapping
-from contextlib import ExitStack
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import jax
@@ -21,7 +21,8 @@ import numpy as np
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.models.families import config_from_hf
+from jaxrl.models.architecture import Origin
+from jaxrl.models.families import TIED, config_from_hf, text_config, with_entries
 from jaxrl.models.mxfp4 import with_mxfp4
 from jaxrl.models.transformer import (
     Params,
@@ -49,17 +50,19 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # What a model folder needs; subfolders and "consolidated" files repeat the weights in other forms.
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+TIE_ROWS = 8192  # that are compared at a time
 # Where a multimodal model keeps its text model (transformers 4, 5), and the rest of it.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
+VISION = r"(model\.)?(vision_tower|multi_modal_projector|visual)\."
 # The tokens after the next, which "mtp" predicts, are no part of the forward either.
-NOT_TEXT = re.compile(r"((model\.)?(vision_tower|multi_modal_projector|visual)|mtp)\.")
+NOT_TEXT = re.compile(rf"({VISION}|mtp\.)")
 
-# Of files as transformers 5 has experts in memory: what lies one after the other in a tensor.
-STACKED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+STACKED_EXPERTS = ".mlp.experts.gate_up_proj"  # in files as transformers 5 has them in memory
 
 
 class ModelError(ValueError):
@@ -67,13 +70,17 @@ class ModelError(ValueError):
 
 
 def load_config(
-    folder: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+    folder: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    random_init: bool = False,
 ) -> TransformerConfig:
     """Load the architecture in `folder`/config.json.
 
     Args:
         folder: a folder, or the id of a model on the Hugging Face hub.
         overrides: entries of config.json to replace, see `config_from_hf`.
+        random_init: its weights will be drawn, so that an export keeps none of the folder's.
 
     Raises:
         FileNotFoundError: no such folder or model, or no config.json in it.
@@ -82,12 +89,37 @@ def load_config(
     path = local_folder(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {folder} is not a Hugging Face model folder")
+    hf_config, changes = _tied_or_not(path.parent, read_json(path)), dict(overrides or {})
     try:
-        return config_from_hf(read_json(path), overrides)
-    except ModelError:
-        raise
+        config = config_from_hf(hf_config, changes)
     except ValueError as error:  # of the content, which the file's folder names
         raise ModelError(f"{folder}/{error}") from error
+    rope = ("rope_scaling", "rope_theta")  # of several forms, which an export writes
+    entries = {k: x for k, x in changes.items() if k not in rope}
+    origin = Origin(
+        str(folder),
+        with_entries(hf_config, entries),
+        load_generation_config(folder),
+        weights=not random_init and _has_weights(path.parent),
+    )
+    return dataclasses.replace(config, origin=origin)
+
+
+def _tied_or_not(folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Say of a Mistral 3 whether its head is tied, where its config.json does not.
+
+    Those published have a head of their own, and the default of transformers is one that is tied:
+    there the tensors decide.
+    """
+    text = hf_config.get("text_config") or {}
+    if hf_config.get("model_type") != "mistral3" or TIED in hf_config or TIED in text:
+        return hf_config
+    names = _tensor_names(folder) if _has_weights(folder) else set()
+    return hf_config | {TIED: HEAD not in map(text_name, names)}
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
@@ -130,6 +162,7 @@ def load_params(
     *,
     shardings: Params | None = None,
     dtype: jnp.dtype = jnp.float32,
+    unread: Container[str] = (),
 ) -> Params:
     """Load the weights in `folder`, from model.safetensors or the shards of its index.
 
@@ -137,6 +170,7 @@ def load_params(
         config: of the same folder (`load_config`); decides which tensors must be there.
         shardings: tree of `jax.sharding.Sharding` parallel to the params; None: default device.
         dtype: of the result; the file may hold any floating-point dtype.
+        unread: names of tensors that may be there although the config has none of that name.
 
     Returns:
         Parameters with the structure and shapes of `param_specs(config)`.
@@ -144,25 +178,96 @@ def load_params(
     Raises:
         FileNotFoundError: no folder.
         ModelError: no safetensors file, one that is cut, or a shard of the index is missing; lists
-            missing tensors, unexpected tensors, or wrong shapes (found and expected).
+            missing tensors, unexpected tensors, or wrong shapes (found and expected); or a head
+            that should be tied to the embeddings, and is another matrix.
     """
     specs, treedef = jax.tree.flatten(param_specs(config), is_leaf=is_spec)
-    weights = treedef.flatten_up_to(weight_map(config))
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     places = treedef.flatten_up_to(shardings) if shardings is not None else [default] * len(specs)
-    with ExitStack() as stack:
-        slices: dict[str, Any] = {}
-        for path in _weight_files(local_folder(folder)):
-            file = stack.enter_context(_open(path))
-            names = file.keys()  # not a dict: it does not iterate
-            slices |= {_text_name(name): file.get_slice(name) for name in names}
-        slices = _by_expert(with_mxfp4(slices), hf_shapes(config))
-        _check_tensors(folder, config, slices)
+    with _open_tensors(folder) as tensors:
+        slices = _of_text(tensors)
+        stacked = _stacks_experts(slices, config)
+        _check_tensors(folder, config, slices, hf_shapes(config, stacked), unread)
+        weights = treedef.flatten_up_to(weight_map(config, stacked))
         leaves = [
             _load_leaf(folder, weight, spec, slices, place, np.dtype(dtype))
             for weight, spec, place in zip(weights, specs, places, strict=True)
         ]
     return treedef.unflatten(leaves)
+
+
+@contextmanager
+def _open_tensors(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Hold a slice of every tensor, by its name in the files, while the block runs."""
+    slices: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for path in _weight_files(local_folder(folder)):
+            file = stack.enter_context(_open(path))
+            names = file.keys()  # not a dict: it does not iterate
+            slices |= {name: file.get_slice(name) for name in names}
+        yield slices
+
+
+def _of_text(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors by the names that they have in a model of text alone."""
+    return with_mxfp4({text_name(name): x for name, x in tensors.items()})
+
+
+def _stacks_experts(slices: dict[str, Any], config: TransformerConfig) -> bool:
+    """Return whether a tensor has all experts of a layer, in a family where most files do not."""
+    if config.experts is None or config.names == "gpt_oss":  # which always does
+        return False
+    return any(n.startswith("model.layers.") and n.endswith(STACKED_EXPERTS) for n in slices)
+
+
+class OriginTensors(NamedTuple):
+    """Say how the tensors of an export lie in the folder that the model was read from.
+
+    Attributes:
+        dtypes: of those that the model has, by the name in `hf_shapes`; of safetensors.
+        stacked_experts: one holds all experts of a layer, see `weight_map`.
+        prefix: what stands there for the first part of a name, as "model.".
+        others: those that the model does not have, by their name there.
+    """
+
+    dtypes: dict[str, str]
+    stacked_experts: bool
+    prefix: dict[str, str]
+    others: dict[str, Any]
+
+    def renamed(self, name: str) -> str:
+        """Return the name there of one in `hf_shapes`."""
+        first = next((p for p in self.prefix if name.startswith(p)), "")
+        return self.prefix.get(first, "") + name.removeprefix(first)
+
+
+@contextmanager
+def origin_tensors(config: TransformerConfig) -> Iterator[OriginTensors]:
+    """Hold what is known of the tensors of a model's origin; nothing where its weights are random.
+
+    Raises:
+        FileNotFoundError, ModelError: the folder is not there any more.
+    """
+    if config.origin is None or not config.origin.weights:
+        yield OriginTensors({}, False, {}, {})
+        return
+    with _open_tensors(config.origin.folder) as tensors:
+        found = _of_text(tensors)
+        stacked = _stacks_experts(found, config)
+        names = [name for name in hf_shapes(config, stacked) if name in found]
+        prefix = {
+            ours: theirs
+            for theirs, ours in TEXT_PREFIXES.items()
+            if any(name.startswith(theirs) for name in tensors)
+        }
+        if "language_model.model." in prefix.values():  # transformers 4 has the head there, too
+            prefix["lm_head."] = "language_model.lm_head."
+        yield OriginTensors(
+            {name: found[name].get_dtype() for name in names},
+            stacked,
+            prefix,
+            {name: x for name, x in tensors.items() if _is_beside(config, text_name(name))},
+        )
 
 
 def load_or_init(
@@ -182,8 +287,7 @@ def load_or_init(
         ModelError: the folder's architecture with its `overrides` is not `config`; equal shapes
             alone are not enough (a reference with another rope_theta would load and be wrong).
     """
-    found = dataclasses.asdict(load_config(folder, overrides))
-    wanted = dataclasses.asdict(config)
+    found, wanted = load_config(folder, overrides).described(), config.described()
     different = {
         name: (found[name], wanted[name])
         for name in wanted
@@ -198,7 +302,7 @@ def load_or_init(
     trunk = dataclasses.replace(config, value_head=None, tie_embeddings=True)
     head, rest = "value_head", {name: x for name, x in shardings.items() if name != "value_head"}
     drawn = draw(param_specs(config)[head], (seed, 0), config.initializer_range)
-    params = load_params(folder, trunk, shardings=rest)
+    params = load_params(folder, trunk, shardings=rest, unread=(HEAD,))
     return params | {head: put(drawn, shardings[head])}
 
 
@@ -213,7 +317,7 @@ def max_positions(folder: str | os.PathLike[str]) -> int | None:
 
     Of longrope, those that its short factors are for, see `RopeScaling`.
     """
-    found = read_json(local_folder(folder) / "config.json")
+    found = text_config(read_json(local_folder(folder) / "config.json"))
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     if "short_factor" in rope:
         name = "original_max_position_embeddings"
@@ -249,50 +353,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not valid JSON ({error}); copy the file again") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _ExpertSlice:
-    """Stand for the tensor of one expert, of a file that has those of all in one [E, out, in]."""
-
-    whole: Any
-    expert: int
-    rows: slice
-
-    def get_shape(self) -> list[int]:
-        return [self.rows.stop - self.rows.start, self.whole.get_shape()[2]]
-
-    def get_dtype(self) -> str:
-        return self.whole.get_dtype()
-
-    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        start, stop, _ = index[0].indices(self.get_shape()[0])
-        rows = slice(self.rows.start + start, self.rows.start + stop)
-        return self.whole[self.expert : self.expert + 1, rows, index[1]][0]
-
-
-def _by_expert(slices: dict[str, Any], needed: Container[str]) -> dict[str, Any]:
-    """Return tensors by name, those that hold all experts of a layer cut into theirs.
-
-    Args:
-        needed: names of tensors that are read as they are.
-    """
-    found: dict[str, Any] = {}
-    for name, whole in slices.items():
-        experts, _, matrix = name.rpartition(".")
-        stacked = experts.endswith(".mlp.experts") and matrix in STACKED_EXPERTS
-        if name in needed or not stacked:
-            found[name] = whole
-            continue
-        count, rows, _ = whole.get_shape()
-        parts = STACKED_EXPERTS[matrix]
-        each = rows // len(parts)
-        for i, part in enumerate(parts):
-            here = slice(i * each, (i + 1) * each)
-            for e in range(count):
-                found[f"{experts}.{e}.{part}.weight"] = _ExpertSlice(whole, e, here)
-    return found
-
-
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
+    """Return the name that a tensor has in a model of text alone."""
     for prefix, ours in TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)
@@ -337,24 +399,40 @@ def _tensor_names(folder: str | os.PathLike[str]) -> set[str]:
     return names
 
 
+def _check_tie(folder: str | os.PathLike[str], head: Any, table: Any) -> None:
+    """Refuse a head that is not the embeddings, to which the config ties it."""
+    rows, same = table.get_shape()[0], head.get_shape() == table.get_shape()
+    for start in range(0, rows if same else 0, TIE_ROWS):
+        part = slice(start, min(start + TIE_ROWS, rows))
+        same &= np.array_equal(head[part].astype(np.float32), table[part].astype(np.float32))
+    if not same:
+        raise ModelError(
+            f"{folder}: config.json says {TIED}=true, or leaves it at that, and {HEAD} is another "
+            f"matrix than {EMBEDDINGS}. If the head is one of its own, set trainer.policy."
+            f"model_config_kwargs={{'{TIED}': False}} (or say so in config.json); if the "
+            f"embeddings are the head, take {HEAD} out of the files"
+        )
+
+
 def _check_tensors(
-    folder: str | os.PathLike[str], config: TransformerConfig, slices: dict[str, Any]
+    folder: str | os.PathLike[str],
+    config: TransformerConfig,
+    slices: dict[str, Any],
+    expected: dict[str, tuple[int, ...]],
+    unread: Container[str],
 ) -> None:
     """Compare names and shapes with the config before anything is read."""
-    expected = hf_shapes(config)
     missing = [name for name in expected if name not in slices]
     if missing:
         raise ModelError(f"{folder} lacks the tensors: {_listed(missing)}; copy it again")
-    unread = config.tie_embeddings or config.value_head is not None
-    ignored = {"lm_head.weight"} if unread else set()
+    no_head = config.tie_embeddings or config.value_head is not None
     extra = [
         name
         for name in slices
         if name not in expected
-        and name not in ignored
+        and not (name in unread or (no_head and name == HEAD))
         and not name.endswith("rotary_emb.inv_freq")
-        and not NOT_TEXT.match(name)
-        and not (config.names in ("glm4_moe", "latent") and _behind(config, name))
+        and not _is_beside(config, name)
     ]
     if extra:
         raise ModelError(f"{folder} has tensors that the config does not explain: {_listed(extra)}")
@@ -378,10 +456,13 @@ def _check_tensors(
         )
 
 
-def _behind(config: TransformerConfig, name: str) -> bool:
-    """Return whether a tensor is of a layer behind the last: one that predicts further tokens."""
+def _is_beside(config: TransformerConfig, name: str) -> bool:
+    """Return whether a tensor is of pictures, or predicts further tokens, behind the last layer."""
+    if NOT_TEXT.match(name):
+        return True
     found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and int(found[1]) >= config.num_layers
+    behind = found is not None and int(found[1]) >= config.num_layers
+    return behind and config.names in ("glm4_moe", "latent")
 
 
 def _listed(items: list[str], most: int = 10) -> str:

@@ -269,7 +269,7 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
     What it has no part of and older checkpoints do not know is left out.
     """
     absent = {f.name: f.default for f in dataclasses.fields(config) if f.name in LATER_FIELDS}
-    known = dataclasses.asdict(config)
+    known = config.described()
     if config.experts is not None:
         for name in LATER_EXPERTS_FIELDS:
             if not known["experts"][name]:

@@ -211,6 +211,18 @@ def _gpt_oss(c: TransformerConfig) -> dict[str, HFWeight]:
     return table
 
 
+def _stacked_experts(c: TransformerConfig) -> dict[str, HFWeight]:
+    """Return the experts of all numbers in one tensor, as transformers 5 has them in memory."""
+    assert c.experts is not None
+    mlp, width = "model.layers.{i}.mlp.experts", c.experts.width
+    stacked: DimGroups = ((0,), (2,), (1,))  # [E, in, out] -> [E, out, in]
+    table = {"experts_down": HFWeight(f"{mlp}.down_proj", stacked)}
+    for number, leaf in enumerate(("experts_gate", "experts_up")):
+        part = Part(1, number * width, 2 * width)
+        table[leaf] = HFWeight(f"{mlp}.gate_up_proj", stacked, part=part)
+    return table
+
+
 # By `TransformerConfig.names`: what lies elsewhere than in a Llama.
 NAMES: dict[str, Callable[[TransformerConfig], dict[str, HFWeight]]] = {
     "llama": lambda _: {},
@@ -224,8 +236,13 @@ NAMES: dict[str, Callable[[TransformerConfig], dict[str, HFWeight]]] = {
 }
 
 
-def weight_map(config: TransformerConfig) -> Params:
-    """Return a tree of `HFWeight`, parallel to the parameters."""
+def weight_map(config: TransformerConfig, stacked_experts: bool = False) -> Params:
+    """Return a tree of `HFWeight`, parallel to the parameters.
+
+    Args:
+        stacked_experts: of a checkpoint that holds the experts of a layer in one tensor, although
+            most of its family do not.
+    """
     table = POST_NORM_WEIGHTS if config.post_norms else WEIGHTS
     if config.convolution is not None:
         table = LFM2_WEIGHTS
@@ -246,6 +263,8 @@ def weight_map(config: TransformerConfig) -> Params:
             name: weight._replace(experts=config.experts.count) if "{e}" in weight.name else weight
             for name, weight in (table | EXPERT_WEIGHTS[config.experts.names]).items()
         }
+    if stacked_experts:
+        table = table | _stacked_experts(config)
     table = table | {"value_head": HFWeight(f"{config.value_head}.weight", LINEAR)}
     specs = param_specs(config)
     of_kind = by_kind(config, specs["layers"])
@@ -329,9 +348,11 @@ def read_part(
     return from_hf(weight, found, tuple(cut))[tuple(rest)]
 
 
-def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+def hf_shapes(
+    config: TransformerConfig, stacked_experts: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor of the Hugging Face checkpoint."""
-    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
+    weights, treedef = jax.tree.flatten(weight_map(config, stacked_experts), is_leaf=is_weight)
     specs = treedef.flatten_up_to(param_specs(config))
     return {
         name: whole_shape(weight, tensor_shape(weight, spec))
@@ -340,13 +361,15 @@ def hf_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def params_to_hf(config: TransformerConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+def params_to_hf(
+    config: TransformerConfig, params: Params, stacked_experts: bool = False
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor under its Hugging Face name, in the dtype of the parameters, leaf by leaf.
 
     A collective where they span processes; then it goes layer by layer, for what is fetched is
     whole on every device first.
     """
-    weights, treedef = jax.tree.flatten(weight_map(config), is_leaf=is_weight)
+    weights, treedef = jax.tree.flatten(weight_map(config, stacked_experts), is_leaf=is_weight)
     sharing: dict[tuple, list[tuple[HFWeight, Any]]] = {}
     for weight, leaf in zip(weights, treedef.flatten_up_to(params), strict=True):
         sharing.setdefault((weight.name, weight.layers), []).append((weight, leaf))

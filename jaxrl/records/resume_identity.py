@@ -42,6 +42,8 @@ MAY_CHANGE = (
     "trainer.micro_*",
     "trainer.packed_length",
     "trainer.placement.*",
+    "trainer.policy.model.lora.merge_exports",
+    "trainer.critic.model.lora.merge_exports",
     "trainer.policy.model.path",  # the architecture is compared by itself
     "trainer.policy.model.random_init",
     "trainer.critic.model.path",

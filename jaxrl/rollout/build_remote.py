@@ -17,7 +17,7 @@ from jaxrl.files import writable_folder
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import base
 from jaxrl.models.lora import lora_config, trained
-from jaxrl.models.peft_format import save_adapter
+from jaxrl.models.peft_format import check_adapter, save_adapter
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import is_first
@@ -143,10 +143,11 @@ def _adapter_folder(
     policy = config.trainer.policy.model
     lora = lora_config(policy.lora, model, "policy")
     assert lora is not None and policy.lora.lora_sync_path is not None  # adapters are sent
+    check_adapter(lora)
     field, path = "trainer.policy.model.lora.lora_sync_path", policy.path or ""  # validated
 
     def write(params: Params, folder: Path) -> None:
-        save_adapter(folder, lora, trained(params), base=path, overwrite=True)
+        save_adapter(folder, lora, trained(params), base=path, served=True, overwrite=True)
 
     root = server_folder(field, policy.lora.lora_sync_path)
     if not config.generator.inference_engine.run_engines_locally:

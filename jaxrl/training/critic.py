@@ -110,7 +110,8 @@ def critic_model(trainer: cfg.TrainerConfig, tokens: int) -> TransformerConfig:
     """
     role = trainer.critic
     assert role.model.path is not None  # asked before
-    model = hf.load_config(role.model.path, cfg.model_overrides(trainer, role))
+    overrides = cfg.model_overrides(trainer, role)
+    model = hf.load_config(role.model.path, overrides, random_init=role.model.random_init)
     if model.vocab_size < tokens:
         raise ValueError(
             f"trainer.critic.model.path={role.model.path!r} has a vocabulary of {model.vocab_size} "

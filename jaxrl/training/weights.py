@@ -12,7 +12,7 @@ from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.export import save_pretrained
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import TRAINED_WHOLE, LoraConfig, attach, lora_config
-from jaxrl.models.peft_format import save_adapter
+from jaxrl.models.peft_format import check_adapter, save_adapter
 from jaxrl.models.placement import model_shardings
 from jaxrl.models.transformer import (
     Params,
@@ -134,6 +134,26 @@ class Weights:
             params |= {TRAINED_WHOLE: head}
         return params
 
+    @property
+    def _exports_adapters(self) -> bool:
+        """Return whether an export is of the adapters alone.
+
+        A critic's are merged: its head, `<value_head_prefix>.weight`, is trained whole, and PEFT's
+        format has no place for it.
+        """
+        merged = self.role == "critic" or self.settings.model.lora.merge_exports
+        return self.lora is not None and not merged
+
+    def check_export(self) -> None:
+        """Refuse adapters that PEFT would not read as they were trained.
+
+        Raises:
+            ValueError: names what to set.
+        """
+        if self._exports_adapters:
+            assert self.lora is not None
+            check_adapter(self.lora)
+
     def export(
         self,
         folder: str | os.PathLike[str],
@@ -141,12 +161,9 @@ class Weights:
         tokenizer: Any,
         generation_config: dict[str, Any] | None = None,
     ) -> None:
-        """Write a Hugging Face folder; of a policy with adapters a PEFT folder that names the base.
-
-        A critic's adapters are merged: its head, `<value_head_prefix>.weight`, is trained whole,
-        and PEFT's format has no place for it.
-        """
-        if self.lora is not None and self.role == "policy":
+        """Write a Hugging Face folder, or a PEFT folder of the adapters that names the base."""
+        if self._exports_adapters:
+            assert self.lora is not None
             base = self.settings.model.path or ""  # validated
             save_adapter(folder, self.lora, trained, tokenizer, base=base, overwrite=True)
             return

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from safetensors.numpy import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from jaxrl.models import (
     forward,
@@ -289,6 +289,52 @@ def random_hf_model(model_type, **fields):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
+    return model
+
+
+# ---------------------------------------------------------------- models that see pictures
+
+PICTURES = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+PICTURES |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+MULTIMODAL = {
+    "gemma3": {
+        "text_config": SIZES | MODELS["gemma3"][1] | {"model_type": "gemma3_text"},
+        "vision_config": PICTURES | {"model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+        **{f"{name}_token_index": 57 + i for i, name in enumerate(("boi", "eoi", "image"))},
+    },
+    "mistral3": {
+        "text_config": SIZES | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": PICTURES | {"model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 60,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5": {
+        "text_config": SIZES | HYBRID | {"model_type": "qwen3_5_text"},
+        "vision_config": {
+            **{"model_type": "qwen3_5_vision", "depth": 1, "hidden_size": 16, "num_heads": 2},
+            **{"intermediate_size": 16, "out_hidden_size": 32, "num_position_embeddings": 16},
+        },
+        **{f"{name}_token_id": 57 + i for i, name in enumerate(("image", "video"))},
+        **{f"vision_{name}_token_id": 59 + i for i, name in enumerate(("start", "end"))},
+    },
+}
+
+
+def multimodal_folder(model_type, folder):
+    """A model of transformers that sees pictures, and its folder; every weight matters."""
+    made = AutoConfig.for_model(model_type, **copy.deepcopy(MULTIMODAL[model_type]))
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(made).float().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-3.0, 1.0)
+            elif "norm" in name and model_type == "mistral3":  # others multiply by 1 + it
+                p.uniform_(0.5, 1.5)
+            else:
+                p.normal_(0.0, 0.18)
+    model.save_pretrained(folder)
     return model
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.models import init_params, save_pretrained
+from jaxrl.models import init_params, load_config, load_params, save_pretrained
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import LoraConfig, lora_config, select_modules
@@ -102,6 +102,25 @@ def test_only_adapters_are_trained_kept_and_exported(run):
     lora, exported = load_adapter(folder / "exports" / "global_step_2" / "policy", trainer.model)
     assert lora == trainer.policy.lora
     assert_bitwise_equal(exported, adapters)
+
+
+def test_an_export_may_have_the_adapters_merged(run, tmp_path, monkeypatch):
+    _, trainer = run
+    monkeypatch.setattr(trainer.policy.settings.model.lora, "merge_exports", True)
+    trainer.export(tmp_path / "whole")
+    loaded = load_params(tmp_path / "whole", load_config(tmp_path / "whole"))
+    assert_bitwise_equal(loaded, merge(trainer.policy.whole(trainer.state.params)))
+
+
+def test_adapters_that_peft_would_not_read_are_refused_before_the_first_step(tmp_path):
+    """Of one matrix of experts: PEFT joins gates with ups."""
+    settings = {
+        "trainer.policy.model.path": "configs/tiny_mixture_model",
+        "trainer.policy.model.lora.target_modules": ".*experts.*down_proj",
+    }
+    message = r"experts.0.down_proj' and not .*gate_proj': PEFT .*lora.merge_exports=true"
+    with pytest.raises(ValueError, match=message):
+        BasePPOExp(lora_run(tmp_path, **settings)).build()
 
 
 def test_what_a_checkpoint_must_agree_with_is_told_of_a_base_that_is_loaded(run):
