@@ -325,9 +325,7 @@ class SFTTrainer:
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
-        path = self.config.trainer.policy.model.path or ""  # validated
-        settings = hf.load_generation_config(path)
-        self.policy.export(folder, self.state.params, self.tokenizer, settings)
+        self.policy.export(folder, self.state.params, self.tokenizer)
         activity.say(f"exported the policy to {folder}")
 
     def close(self) -> None:
@@ -379,8 +377,9 @@ def _load_all(config: cfg.TrainConfig, chosen: Any) -> SFTTrainer:
     evaluated = config.trainer.eval_interval > 0
     check_files([*config.data.train_data, *(config.data.val_data if evaluated else ())])
     role, template = config.trainer.policy, config.generator.chat_template
+    overrides = cfg.model_overrides(config.trainer, role)
     path = role.model.path or ""  # validated
-    model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
+    model = hf.load_config(path, overrides, random_init=role.model.random_init)
     tokenizer = load_tokenizer(path, template.name_or_path if template.source == "file" else None)
     ends = hf.eos_sources(path)
     check_ids("trainer.policy.model.path", path, model.vocab_size, tokenizer, ends)

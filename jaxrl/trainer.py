@@ -171,7 +171,6 @@ class Trainer:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
         path = trainer.policy.model.path or ""  # validated
         self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
-        self.generation_config = hf.load_generation_config(path)
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}  # between steps, since the last line of the log
         self.ref_params: Any = None
@@ -1136,7 +1135,7 @@ class Trainer:
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
-        self.policy.export(folder, self.state.params, self.tokenizer, self.generation_config)
+        self.policy.export(folder, self.state.params, self.tokenizer)
         activity.say(f"exported the policy to {folder}")
 
     def _chooses_prompts(self) -> bool:

@@ -221,6 +221,8 @@ def test_what_is_there_before_the_steps_is_kept_out_of_garbage_collections():
 def test_the_export_gives_the_same_logits_in_transformers(finished):
     folder, trainer = finished
     path = folder / "exports" / "global_step_4" / "policy"
+    base = json.loads((ROOT / "configs/tiny_char_model/config.json").read_text())
+    assert json.loads((path / "config.json").read_text()) == base  # 256 positions, and its ends
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "3142"}], tokenize=False, add_generation_prompt=True
@@ -236,6 +238,7 @@ def test_the_export_gives_the_same_logits_in_transformers(finished):
     params = jax.device_get(trainer.state.params)
     hidden = forward(trainer.model, params, ids, positions, jnp.ones_like(ids))
     ours = unembed(trainer.model, params, hidden)
+    # in float32, as random weights are exported; a bfloat16 checkpoint's would be rounded
     np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
 
 

@@ -70,15 +70,15 @@ LEFT_OUT = {
     "the cache takes latents: decoding is plain XLA on TPUs and GPUs.",
     "pictures and sound": "of a model with a text part, that is read, of "
     + ", ".join(f"`{name}`" for name in MULTIMODAL)
-    + "; the rest is not.",
+    + "; the rest is not, and an export has it as it was.",
     "longrope's long factors": "in transformers a whole row has them once it is longer than the "
     "original context, so that a token's keys depend on the tokens behind it. Here the short ones "
     "hold; a run whose rows may be longer warns before it starts.",
     "layers that predict further tokens": "checkpoints of GLM-4.5 and DeepSeek-V3 have one; it is "
-    "not read.",
+    "not read and not trained, and an export has it as it was.",
     "gpt-oss": "no context parallelism; adapters for attention alone, as its experts are one "
     "parameter; on TPUs and GPUs its attention is plain XLA, as no kernel there takes its sinks. "
-    "MXFP4 is read; exports are float32, without it.",
+    "MXFP4 is read; exports are bfloat16 in its place.",
     "adapters of tensors that hold several matrices": "Phi-3's `qkv_proj` and `gate_up_proj`, "
     "GLM-4's `gate_up_proj`: each matrix has its own adapter, and a PEFT folder one of their ranks "
     "together, by `rank_pattern` and `alpha_pattern`; servers that read neither cannot load it.",

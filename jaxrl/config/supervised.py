@@ -19,7 +19,7 @@ _READ = """
     data.* sft.* trainer.policy.* generator.chat_template*
     trainer.sharding_rules trainer.gradient_checkpointing* trainer.remat_policy trainer.seed
     trainer.resume_* trainer.log_path trainer.ckpt_path trainer.max_ckpts_to_keep
-    trainer.ckpt_interval trainer.hf_save_interval trainer.export_path trainer.bf16 trainer.epochs
+    trainer.ckpt_interval trainer.hf_save_interval trainer.export_* trainer.bf16 trainer.epochs
     trainer.max_training_steps trainer.train_batch_size trainer.micro_* trainer.use_sample_packing
     trainer.packed_length trainer.few_shapes trainer.max_tokens_per_microbatch trainer.eval_*
     trainer.prefix_sharing trainer.flash_attn trainer.kernels* trainer.expert_exchange

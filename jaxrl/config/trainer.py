@@ -278,6 +278,11 @@ class TrainerConfig(BaseConfig):
         implemented(_OWN_FOLDER, skyrl_default=os.path.expanduser("~/exports/")),
     ] = ""
     """Folder of exported models and evaluation results; "" = exports in the run folder."""
+    export_dtype: Annotated[
+        str | None, one_of(None, "float32", "bfloat16", "float16"), new("adapters are float32")
+    ] = None
+    """Data type of exported weights; None = that of the checkpoint that training began from,
+    float32 if it began from random weights, bfloat16 in the place of quantised ones."""
     bf16: Annotated[
         bool | Literal["auto"],
         mapped("data type of the computation; off on CPUs", skyrl_default=True),

@@ -1,27 +1,41 @@
 """Write Hugging Face model folders that transformers, vLLM and JetStream load.
 
-Weights go from the devices to the files leaf by leaf: the host holds one leaf (all layers of one
-matrix) and the tensors of the file that is being filled.
+A folder is that which the model was read from, but for what training changed: config.json and
+generation_config.json, names and data types of tensors, and tensors that the forward does not read,
+such as those of a vision tower. Weights go from the devices to the files leaf by leaf: the host
+holds one leaf (all layers of one matrix) and the tensors of the file that is being filled.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
+import re
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxrl.files import FolderError
-from jaxrl.models.families import config_to_hf
-from jaxrl.models.hf import INDEX_FILE, SINGLE_FILE, read_json
+from jaxrl.models.families import changed_config, config_to_hf, text_alone, with_dtype
+from jaxrl.models.hf import (
+    EMBEDDINGS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    OriginTensors,
+    local_folder,
+    origin_tensors,
+    read_json,
+)
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.models.weights import hf_shapes, params_to_hf
 
@@ -30,7 +44,11 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1_000_000  # transformers writes model_max_length=1e30 for "no limit"
 MAX_SHARD_BYTES = 5 * 10**9
-ITEM_BYTES = 4  # weights are written in float32
+# of safetensors -> of config.json and of numpy
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}  # of 24 in float32
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+PROCESSORS = "*processor_config.json"  # how a model that sees pictures gets them
 
 
 def untied(config: TransformerConfig, params: Params) -> tuple[TransformerConfig, Params]:
@@ -50,46 +68,84 @@ def save_pretrained(
     params: Params,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
-    generation_config: dict[str, Any] | None = None,
+    dtype: str | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; weights in float32.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
     A critic's has `<value_head>.weight` in place of a vocabulary head: `AutoModel` loads the rest.
 
-    The folder appears under its name only once it is complete. With a tokenizer, its files, chat
-    template and bos/eos/pad ids are part of it, and its `model_max_length` becomes
-    `max_position_embeddings`.
+    The folder appears under its name only once it is complete. With a tokenizer its files and chat
+    template are part of it. Of a model that `load_config` has read, config.json is the one that was
+    read, with what is different now, generation_config.json the one beside it, and tensors that the
+    forward does not read (of pictures, of further tokens) are copied. Of another, bos/eos/pad ids
+    and the context length, `model_max_length`, are the tokenizer's.
 
     Args:
         params: device or host arrays. Where they span hosts every process must call this; the first
             one writes.
-        generation_config: of the model that was trained, see `load_generation_config`; its list of
-            end-of-sequence ids outranks the tokenizer's one.
+        dtype: of all weights, a name such as "bfloat16"; None: each tensor has that of its origin,
+            or float32 where there is none, as where weights are random. Quantised weights, which
+            are not written, become bfloat16.
         overwrite: replace `folder`, with everything in it.
         max_shard_bytes: larger weights are split into files of at most this size (a single tensor
             may be larger) with an index, as transformers does.
 
     Raises:
         FileExistsError: `folder` exists and `overwrite` is False.
-        ValueError: no Hugging Face family has this config, see `config_to_hf`.
+        ValueError: no Hugging Face family has this config, see `config_to_hf`, `changed_config`.
     """
-    trunk = dataclasses.replace(config, value_head=None)
-    hf_config = config_to_hf(trunk, **_context_length(tokenizer))
-    target = Path(folder)
-    if jax.process_index() != 0:
-        for _ in params_to_hf(config, params):  # takes part in gathering them
-            pass
-        return
-    ids = {f"{kind}_token_id": _token_id(tokenizer, kind) for kind in ("bos", "eos", "pad")}
-    with whole_folder(target, overwrite=overwrite) as new:
-        write_json(new / "config.json", hf_config | ids)
-        known = {k: v for k, v in ids.items() if v is not None}
-        write_json(new / "generation_config.json", known | (generation_config or {}))
-        _write_weights(new, config, params, max_shard_bytes)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, new)
+    hf_config, generation = _configs(dataclasses.replace(config, value_head=None), tokenizer)
+    with origin_tensors(config) as there:
+        if jax.process_index() != 0:
+            for _ in params_to_hf(config, params, there.stacked_experts):  # takes part in gathering
+                pass
+            return
+        with whole_folder(Path(folder), overwrite=overwrite) as new:
+            named = dtype or DTYPES[there.dtypes.get(EMBEDDINGS, "F32")]
+            write_json(new / "config.json", with_dtype(hf_config, named))
+            write_json(new / "generation_config.json", generation)
+            (new / "README.md").write_text(_card(config, named), encoding="utf-8")
+            _write_weights(new, config, params, dtype, there, max_shard_bytes)
+            if there.others and config.origin is not None:
+                for path in local_folder(config.origin.folder).glob(PROCESSORS):
+                    shutil.copyfile(path, new / path.name)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, new)
+
+
+def _configs(
+    config: TransformerConfig, tokenizer: "PreTrainedTokenizerBase | None"
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return config.json, but for the dtype of the weights, and generation_config.json."""
+    ids = {kind: None if tokenizer is None else getattr(tokenizer, kind) for kind in TOKENS}
+    origin = config.origin
+    if origin is None:
+        hf_config = config_to_hf(config, **_context_length(tokenizer)) | ids
+    else:
+        base = origin.config if origin.weights else text_alone(origin.config)
+        hf_config = changed_config(config, base)
+    if origin is not None and origin.generation:
+        return hf_config, origin.generation
+    named = {kind: hf_config.get(kind) for kind in TOKENS}
+    known = {kind: ids[kind] if named[kind] is None else named[kind] for kind in TOKENS}
+    return hf_config, {kind: token for kind, token in known.items() if token is not None}
+
+
+def _card(config: TransformerConfig, dtype: str) -> str:
+    """Return the folder's model card: what was trained, and what of it is rounded away."""
+    origin = config.origin
+    start = "random weights" if origin is None or not origin.weights else origin.folder
+    if dtype not in SIGNIFICANT_BITS:
+        rounded = "as training held them; nothing is rounded."
+    else:
+        rounded = (
+            f"of which a number has {SIGNIFICANT_BITS[dtype]} significant bits. Training held them "
+            "in float32, with 24: an update that is smaller than half of the last bit is rounded "
+            "away. `trainer.export_dtype=float32` writes all of them."
+        )
+    return f"# A model trained by jaxrl\n\nFrom {start}. Weights are in {dtype}, {rounded}\n"
 
 
 @contextlib.contextmanager
@@ -145,19 +201,41 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _write_weights(
-    folder: Path, config: TransformerConfig, params: Params, max_shard_bytes: int
+    folder: Path,
+    config: TransformerConfig,
+    params: Params,
+    dtype: str | None,
+    there: OriginTensors,
+    max_shard_bytes: int,
 ) -> None:
-    sizes = {name: ITEM_BYTES * math.prod(shape) for name, shape in hf_shapes(config).items()}
+    """Write the tensors of the parameters, as they lie in the origin, and the others there."""
+    default, stacked = there.dtypes.get(EMBEDDINGS, "F32"), there.stacked_experts
+    dtypes = {
+        name: jnp.dtype(dtype or DTYPES[there.dtypes.get(name, default)])
+        for name in hf_shapes(config, stacked)
+    }
+    sizes = {
+        there.renamed(name): dtypes[name].itemsize * math.prod(shape)
+        for name, shape in hf_shapes(config, stacked).items()
+    }
+    sizes |= {name: _bytes(x) for name, x in there.others.items()}
     shards = _plan(sizes, max_shard_bytes)
-    tensors = params_to_hf(config, params)  # in the order of the plan
+    ours = (x.astype(dtypes[name]) for name, x in params_to_hf(config, params, stacked))
+    others = (x[:] for x in there.others.values())
+    tensors = itertools.chain(ours, others)  # in the order of the plan
     for file, names in shards.items():
         # names come first: zip takes no tensor that belongs to the next file
-        held = {name: x.astype(np.float32) for name, (_, x) in zip(names, tensors, strict=False)}
-        write_tensors(folder / file, held)
+        write_tensors(folder / file, dict(zip(names, tensors, strict=False)))
     if len(shards) > 1:
         index = {name: file for file, names in shards.items() for name in names}
         total = {"total_size": sum(sizes.values())}
         write_json(folder / INDEX_FILE, {"metadata": total, "weight_map": index})
+
+
+def _bytes(x: Any) -> int:
+    """Return the bytes of a tensor in a file, whose dtype is named as "BF16" is, or "BOOL"."""
+    bits = re.search(r"\d+", x.get_dtype())
+    return math.prod(x.get_shape()) * (int(bits[0]) if bits else 8) // 8
 
 
 def _plan(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
@@ -174,10 +252,6 @@ def _plan(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:
         return {SINGLE_FILE: shards[0]}
     count = len(shards)
     return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, 1)}
-
-
-def _token_id(tokenizer: "PreTrainedTokenizerBase | None", kind: str) -> int | None:
-    return None if tokenizer is None else getattr(tokenizer, f"{kind}_token_id")
 
 
 def _context_length(tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, int]:

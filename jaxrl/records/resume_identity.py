@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "trainer.dump_*",
     "trainer.epochs",
     "trainer.eval_*",
+    "trainer.export_dtype",
     "trainer.export_path",
     "trainer.expert_exchange",
     "trainer.few_shapes",

@@ -10,7 +10,6 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.files import writable_folder
-from jaxrl.models import hf
 from jaxrl.models.exact import choose_tiles
 from jaxrl.models.export import save_pretrained, untied
 from jaxrl.models.kernels.choice import Choice, facts_of
@@ -193,13 +192,13 @@ def model_writer(
 ) -> Callable[[Params, Path], None]:
     """Write parameters without adapters as a Hugging Face folder.
 
-    vLLM 0.32 does not reload a head that is the embeddings; it gets one of its own.
+    vLLM computes in one data type, in which it gets all of them; the native sampler keeps some in
+    float32. vLLM 0.32 does not reload a head that is the embeddings; it gets one of its own.
     """
-    settings = hf.load_generation_config(config.trainer.policy.model.path or "")  # validated
-    save = functools.partial(
-        save_pretrained, tokenizer=tokenizer, generation_config=settings, overwrite=True
-    )
-    is_vllm = config.generator.inference_engine.backend == "vllm"
+    engine = config.generator.inference_engine
+    is_vllm = engine.backend == "vllm"
+    dtype = cfg.engine_dtype(engine) if is_vllm else "float32"
+    save = functools.partial(save_pretrained, tokenizer=tokenizer, dtype=dtype, overwrite=True)
 
     def write(params: Params, folder: Path) -> None:
         save(folder, *(untied(model, params) if is_vllm else (model, params)))

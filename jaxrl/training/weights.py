@@ -154,13 +154,7 @@ class Weights:
             assert self.lora is not None
             check_adapter(self.lora)
 
-    def export(
-        self,
-        folder: str | os.PathLike[str],
-        trained: Params,
-        tokenizer: Any,
-        generation_config: dict[str, Any] | None = None,
-    ) -> None:
+    def export(self, folder: str | os.PathLike[str], trained: Params, tokenizer: Any) -> None:
         """Write a Hugging Face folder, or a PEFT folder of the adapters that names the base."""
         if self._exports_adapters:
             assert self.lora is not None
@@ -173,7 +167,7 @@ class Weights:
             self.model,
             trained if self.lora is None else merge(on_device(self.whole(trained))),
             tokenizer,
-            generation_config=generation_config,
+            dtype=self.trainer.export_dtype,
             overwrite=True,
         )
 

@@ -1,6 +1,9 @@
 """Exported folders: what transformers loads, shards, tokenizer, atomicity."""
 
+import copy
+import dataclasses
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -10,13 +13,34 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from jaxrl.files import FolderError
-from jaxrl.models import TransformerConfig, export, init_params, load_params, save_pretrained
+from jaxrl.models import (
+    TransformerConfig,
+    export,
+    init_params,
+    load_config,
+    load_params,
+    save_pretrained,
+)
 from jaxrl.models.hf import INDEX_FILE, SINGLE_FILE
+from tests.models.tiny import (
+    MODELS,
+    SIZES,
+    hf_logits,
+    multimodal_folder,
+    our_logits,
+    random_hf_model,
+)
 
 CONFIG = TransformerConfig(
     vocab_size=61,
@@ -149,3 +173,192 @@ def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own():
     plan = export._plan({"a": 4, "b": 9, "c": 2, "d": 3}, 5)
     assert list(plan.values()) == [["a"], ["b"], ["c", "d"]]
     assert export._plan({"a": 4, "b": 1}, 5) == {SINGLE_FILE: ["a", "b"]}
+
+
+# ---------------------------------------------------------------- of a folder that was read
+
+
+def written(folder, name="config.json"):
+    return json.loads((folder / name).read_text())
+
+
+def write_config(folder, content, name="config.json"):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+
+
+def exported(folder, out, **options):
+    """The architecture in a folder with random weights, exported; what config.json says."""
+    config = load_config(folder)
+    save_pretrained(out, config, init_params(config, 0), **options)
+    return written(out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_key_of_config_json_is_that_of_the_base(name, tmp_path):
+    model_type, fields = MODELS[name]
+    more = {"max_position_embeddings": 777, "bos_token_id": 1, "eos_token_id": [2, 3]}
+    AutoConfig.for_model(model_type, **more | copy.deepcopy(SIZES | fields)).save_pretrained(
+        tmp_path / "base"
+    )
+    base = written(tmp_path / "base") | {"of_the_base_alone": [1], "torch_dtype": "bfloat16"}
+    write_config(tmp_path / "base", base)
+    found = exported(tmp_path / "base", tmp_path / "out", tokenizer=small_tokenizer())
+    named = {k: "float32" for k in ("dtype", "torch_dtype") if k in base}  # of random weights
+    assert found == base | named
+    ends = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0}  # the tokenizer has one
+    assert written(tmp_path / "out", "generation_config.json") == ends
+    # what training changes, and nothing else
+    config = load_config(tmp_path / "base")
+    save_pretrained(tmp_path / "untied", *export.untied(config, init_params(config, 0)))
+    assert written(tmp_path / "untied") == found | {"tie_word_embeddings": False}
+    assert load_config(tmp_path / "untied") == dataclasses.replace(config, tie_embeddings=False)
+
+
+QWEN2 = {  # as transformers 4 wrote it
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "auto_map": {"AutoConfig": "configuration_qwen2.Qwen2Config"},
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 1e6,
+    "rope_scaling": {"type": "linear", "factor": 4.0},
+    "max_position_embeddings": 131_072,
+    "sliding_window": 131_072,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 5,
+}
+
+
+def test_the_form_of_an_older_config_json_stays(tmp_path):
+    write_config(tmp_path / "base", QWEN2)
+    wanted = QWEN2 | {"torch_dtype": "float32"}
+    del wanted["auto_map"]  # whose code is not exported
+    assert exported(tmp_path / "base", tmp_path / "out") == wanted
+    # of other rotary positions both forms are written, and the context length that goes with them
+    changes = {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2}}
+    config = load_config(tmp_path / "base", changes)
+    save_pretrained(tmp_path / "other", config, init_params(config, 0))
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    assert written(tmp_path / "other") == wanted | {
+        "max_position_embeddings": 512,
+        "rope_scaling": scaling,
+        "rope_parameters": scaling | {"rope_theta": 1e6},
+    }
+    assert load_config(tmp_path / "other") == config
+
+
+def test_generation_config_json_is_that_of_the_base(tmp_path):
+    write_config(tmp_path / "base", QWEN2)
+    settings = {"temperature": 0.6, "eos_token_id": [5, 7], "transformers_version": "4.51.0"}
+    write_config(tmp_path / "base", settings, "generation_config.json")
+    exported(tmp_path / "base", tmp_path / "out", tokenizer=small_tokenizer())
+    assert written(tmp_path / "out", "generation_config.json") == settings
+
+
+def test_tensors_keep_their_dtypes_and_a_float32_export_is_whole(tmp_path):
+    """A checkpoint in bfloat16 with a bias of the router in float32, as DeepSeek-V3's is."""
+    model_type, fields = MODELS["deepseek-v3"]
+    model = random_hf_model(model_type, **fields).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / SINGLE_FILE
+    tensors = load_file(path)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors[bias] = np.linspace(0.1, 0.2, 6, dtype=np.float32)
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = load_config(tmp_path / "base")
+    params = load_params(tmp_path / "base", config)
+    save_pretrained(tmp_path / "out", config, params)
+    found = load_file(tmp_path / "out" / SINGLE_FILE)
+    assert found.keys() == tensors.keys()
+    for name, x in found.items():
+        assert (x.dtype, x.tobytes()) == (tensors[name].dtype, tensors[name].tobytes())
+    assert written(tmp_path / "out") == written(tmp_path / "base")
+    assert (
+        "bfloat16, of which a number has 8 significant bits"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
+
+    # bfloat16 has 8 bits: beside 1 the next is 1 + 2**-7, and 1 + 2**-9 is rounded to 1
+    params["final_norm"] = jnp.full_like(params["final_norm"], 1 + 2**-9)
+    for dtype, value in ((None, 1.0), ("float32", 1 + 2**-9)):
+        save_pretrained(tmp_path / "trained", config, params, dtype=dtype, overwrite=True)
+        again = load_params(tmp_path / "trained", config)["final_norm"]
+        np.testing.assert_array_equal(again, np.full(32, value, np.float32))
+        named = {"dtype": dtype} if dtype else {}
+        assert written(tmp_path / "trained") == written(tmp_path / "base") | named
+    assert_same_params(load_params(tmp_path / "trained", config), params)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral3", "qwen3_5"))],
+)
+def test_a_model_that_sees_pictures_is_written_whole(model_type, tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    model = multimodal_folder(model_type, base)
+    (base / "preprocessor_config.json").write_text('{"size": 28}')
+    config = load_config(base)
+    params = load_params(base, config)
+    save_pretrained(out, config, params, max_shard_bytes=20_000)
+    assert written(out) == written(base)
+    assert written(out, "preprocessor_config.json") == {"size": 28}
+    wanted, found = load_file(base / SINGLE_FILE), {}
+    for path in out.glob("*.safetensors"):
+        found |= load_file(path)
+    assert found.keys() == wanted.keys() == written(out, INDEX_FILE)["weight_map"].keys()
+    assert all(x.tobytes() == wanted[name].tobytes() for name, x in found.items())
+    params["final_norm"] *= 2
+    save_pretrained(out, config, params, overwrite=True)
+    again = AutoModelForImageTextToText.from_pretrained(out).eval()
+    np.testing.assert_allclose(hf_logits(again), our_logits(config, params), atol=1e-4)
+    assert np.abs(hf_logits(again) - hf_logits(model)).max() > 0.1
+
+    # as transformers 4 named the tensors
+    starts = {
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+    }
+    named = {
+        re.sub(f"^({'|'.join(starts)})", lambda m: starts[m[0]], k): x for k, x in wanted.items()
+    }
+    save_file(named, base / SINGLE_FILE, metadata={"format": "pt"})
+    save_pretrained(out, config, params, overwrite=True)
+    assert load_file(out / SINGLE_FILE).keys() == named.keys()
+
+    # random weights have no tower: a model of text alone
+    (base / SINGLE_FILE).unlink()
+    alone = written(base)["text_config"]["model_type"]
+    assert exported(base, tmp_path / "text")["model_type"] == alone
+    assert load_config(tmp_path / "text") == config
+    AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+
+
+def test_experts_that_lie_in_one_tensor_do_so_in_the_export(tmp_path):
+    model_type, fields = MODELS["qwen3-moe-dense-first"]
+    random_hf_model(model_type, **fields).save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / SINGLE_FILE
+    tensors = load_file(path)
+    apart = load_params(tmp_path / "base", load_config(tmp_path / "base"))
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            [tensors.pop(f"{name}.{e}.{part}_proj.weight") for e in range(6)]
+            for part in ("gate", "up", "down")
+        )
+        both = [np.concatenate(pair) for pair in zip(gate, up, strict=True)]
+        tensors[f"{name}.gate_up_proj"] = np.stack(both)  # [6, 2 * 24, 32]
+        tensors[f"{name}.down_proj"] = np.stack(down)
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = load_config(tmp_path / "base")
+    params = load_params(tmp_path / "base", config)
+    assert_same_params(params, apart)
+    save_pretrained(tmp_path / "out", config, params)
+    found = load_file(tmp_path / "out" / SINGLE_FILE)
+    assert found.keys() == tensors.keys()
+    assert all(x.tobytes() == tensors[name].tobytes() for name, x in found.items())

@@ -41,8 +41,8 @@ def test_logits_agree_in_both_directions_and_the_round_trip_is_exact(name, tmp_p
 
     save_pretrained(tmp_path / "ours", config, params)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
-    same = {"mistral": "llama", "seed_oss": "qwen2"}  # that come first; here without a window
-    assert again.config.model_type == same.get(name, model_type)
+    assert again.config.model_type == model_type
+    # of a checkpoint in float32; one in bfloat16 is rounded to that again, see test_export.py
     np.testing.assert_array_equal(hf_logits(again), theirs)
     assert load_config(tmp_path / "ours") == config
     files = [load_file(tmp_path / who / SINGLE_FILE) for who in ("theirs", "ours")]

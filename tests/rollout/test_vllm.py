@@ -1,19 +1,24 @@
 """Starting and watching server processes; a real vLLM where VLLM_PYTHON names its interpreter."""
 
 import asyncio
+import json
 import os
 import signal
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from jaxrl import config as cfg
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.models.export import save_pretrained, untied
+from jaxrl.models.hf import load_config
 from jaxrl.models.linear import base
 from jaxrl.models.lora import LoraConfig, attach, select_modules, trained
 from jaxrl.models.peft_format import save_adapter
 from jaxrl.models.transformer import TransformerConfig, abstract_params
+from jaxrl.rollout.build import model_writer
 from jaxrl.rollout.remote.engine import RemoteEngine
 from jaxrl.rollout.remote.http_client import RemoteOptions, ServerError
 from jaxrl.rollout.remote.probe import Probe, WeightMismatch, make_score
@@ -105,6 +110,23 @@ def test_the_end_of_the_log_is_in_the_error(server, tmp_path):
 
 
 # ------------------------------------------------------------------ a real vLLM, on CPUs
+
+
+@pytest.mark.parametrize("backend, dtype", [("vllm", "bfloat16"), ("native", "float32")])
+def test_folders_for_vllm_are_in_its_data_type(tmp_path, backend, dtype):
+    """The native sampler keeps some weights in float32; tied heads are untied for vLLM."""
+    model = load_config("configs/tiny_char_model")
+    engine = {"backend": backend, "model_dtype": "bfloat16"}
+    config = cfg.apply_overrides(
+        cfg.TrainConfig(), {f"generator.inference_engine.{k}": x for k, x in engine.items()}
+    )
+    write = model_writer(config, model, load_tokenizer("configs/tiny_char_model"))
+    write(random_params(model), tmp_path / "version-1")
+    tensors = load_file(tmp_path / "version-1" / "model.safetensors")
+    assert {x.dtype.name for x in tensors.values()} == {dtype}
+    assert ("lm_head.weight" in tensors) == (backend == "vllm")
+    found = json.loads((tmp_path / "version-1" / "config.json").read_text())
+    assert (found["dtype"], found["max_position_embeddings"]) == (dtype, 256)
 
 
 # vLLM's attention on CPUs wants heads of 32 or more

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl import config as cfg
 from jaxrl.models.export import save_pretrained
-from jaxrl.models.hf import load_config, load_generation_config
+from jaxrl.models.hf import load_config
 from jaxrl.models.transformer import init_params
 from jaxrl.rollout.server.build import make_server
 
@@ -18,13 +18,7 @@ def model_folder(folder, seed):
     from jaxrl.data.tokenizer import load_tokenizer
 
     model = load_config(CHARACTERS)
-    save_pretrained(
-        folder,
-        model,
-        init_params(model, seed),
-        load_tokenizer(CHARACTERS),
-        generation_config=load_generation_config(CHARACTERS),
-    )
+    save_pretrained(folder, model, init_params(model, seed), load_tokenizer(CHARACTERS))
     return folder
 
 
