@@ -188,6 +188,8 @@ def load_params(
         slices = _of_text(tensors)
         stacked = _stacks_experts(slices, config)
         _check_tensors(folder, config, slices, hf_shapes(config, stacked), unread)
+        if config.tie_embeddings and HEAD in slices and HEAD not in unread:
+            _check_tie(folder, slices[HEAD], slices[EMBEDDINGS])
         weights = treedef.flatten_up_to(weight_map(config, stacked))
         leaves = [
             _load_leaf(folder, weight, spec, slices, place, np.dtype(dtype))

@@ -25,8 +25,8 @@ def place_model(
 
     Raises:
         ValueError: the tensor axis does not divide the heads or the MLP width of the model, or the
-            expert axis the experts; the context axis splits rows of a model that keeps states; or
-            the model is a flax module, which has no axes to split.
+            expert axis the experts; the context axis splits rows of a model that keeps states or
+            has attention sinks; or the model is a flax module, which has no axes to split.
     """
     placement = Placement(mesh, rules)
     parts = placement.size(placement.rules.embed)
@@ -42,6 +42,11 @@ def place_model(
         raise ValueError(
             f"trainer.{role}.mesh.context={apart}: the model has layers whose state goes from "
             "token to token, so its rows are not spread over devices; set it to 1"
+        )
+    if apart > 1 and isinstance(model, TransformerConfig) and model.attention_sinks:
+        raise ValueError(
+            f"trainer.{role}.mesh.context={apart}: the model's heads have scores that go to no key "
+            "(attention sinks), so its rows are not spread over devices; set it to 1"
         )
     by_rule = _sizes_to_split(model)
     for rule, sizes in by_rule.items():

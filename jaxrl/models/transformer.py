@@ -883,11 +883,7 @@ def routed_forward(  # noqa: PLR0915
         mask = training_mask(segment_ids, kernel)
         attend = functools.partial(self_attention, kernel=kernel, placement=placement)
     else:
-        if config.attention_sinks:
-            raise ValueError(
-                "a model with attention sinks has no context parallelism; set the mesh's axis "
-                "'context' to 1"
-            )
+        assert not config.attention_sinks  # `place_model` refuses it
         mask = Segments(segment_ids, False)
         ways = {"strategy": context, "kernel": kernel, "placement": placement}
         attend = functools.partial(context_attention, **ways)

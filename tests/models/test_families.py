@@ -422,3 +422,14 @@ EXPERTS_SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+
+
+def test_an_unknown_family_is_refused_with_its_neighbours():
+    message = "model_type='qwen3_vl' is not supported; the text parts of 'gemma3', .* are read; the"
+    with pytest.raises(
+        ValueError,
+        match=f"{message} nearest are 'qwen3_5', 'qwen3', 'qwen3_moe'; supported: 'llama'",
+    ):
+        config_from_hf({"model_type": "qwen3_vl", "text_config": MINIMAL})
+    with pytest.raises(ValueError, match="'xyz' is not supported; supported: 'llama' or 'qwen2'"):
+        config_from_hf(MINIMAL | {"model_type": "xyz"})

@@ -24,6 +24,7 @@ from transformers import (
 
 from jaxrl.models import (
     TransformerConfig,
+    config_from_hf,
     forward,
     hf,
     init_params,
@@ -322,11 +323,8 @@ def test_unexplained_tensors_are_listed(folder):
         load_params(folder, CONFIG)
 
 
-def test_tied_head_and_rotary_buffers_are_ignored(folder):
-    extra = {
-        "lm_head.weight": np.zeros((61, 32), np.float32),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
-    }
+def test_rotary_buffers_are_ignored(folder):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
     damage(folder, lambda t: t.update(extra))
     assert_same_params(load_params(folder, CONFIG), init_params(CONFIG, 0))
 
@@ -404,3 +402,46 @@ def test_a_multimodal_qwen3_5_with_stacked_experts_loads_as_its_text_model(tmp_p
     save_file(renamed | others, tmp_path / "model.safetensors")
     loaded = load_params(tmp_path, config)
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_a_head_beside_tied_embeddings_must_be_them(folder):
+    """transformers 5 takes the head of such files for what it is, others tie it all the same."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table.astype(np.float32)}, file)
+    assert_same_params(load_params(folder, load_config(folder)), init_params(CONFIG, 0))
+    other = table.copy()
+    other[60, 31] += 1  # the last
+    save_file(tensors | {"lm_head.weight": other}, file)
+    message = (
+        r"tie_word_embeddings=true, .* lm_head.weight is another matrix than model.embed_tokens.*"
+        r"model_config_kwargs={'tie_word_embeddings': False} .*; .* take lm_head.weight out"
+    )
+    with pytest.raises(ModelError, match=message):
+        load_params(folder, load_config(folder))
+    config = load_config(folder, {"tie_word_embeddings": False})  # the first way out
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    np.testing.assert_array_equal(load_params(folder, config)["unembed"], other.T)
+    assert_same_logits(our_logits(config, load_params(folder, config)) * 50, hf_logits(model) * 50)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_mistral3_that_does_not_say_so_is_tied_where_it_has_no_head(tied, tmp_path):
+    text = SIZES | {"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 8}
+    whole = {"model_type": "mistral3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert load_config(tmp_path).tie_embeddings  # the default of Mistral3Config
+    made = config_from_hf(text | {"tie_word_embeddings": tied, "sliding_window": None})
+    params = init_params(made, 0)
+    names = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    tensors = {
+        names[first] + name.removeprefix(first): x
+        for name, x in params_to_hf(made, params)
+        for first in names
+        if name.startswith(first)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = load_config(tmp_path)
+    assert config.tie_embeddings == tied
+    assert_same_params(load_params(tmp_path, config), params)

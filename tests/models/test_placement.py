@@ -59,3 +59,11 @@ def test_a_flax_module_has_no_tensor_axis():
     model = AdaptedModel("Tiny", lambda params, *_: params, lambda seed: {})
     with pytest.raises(ValueError, match=r"mesh.tensor=2: Tiny is a flax module; set it to 1"):
         place_model(model, make_mesh(fsdp=4, tensor=2), RULES)
+
+
+def test_rows_of_a_model_with_attention_sinks_stay_whole():
+    model = dataclasses.replace(MODEL, attention_sinks=True)
+    message = r"trainer.critic.mesh.context=2: .*\(attention sinks\).*; set it to 1"
+    with pytest.raises(ValueError, match=message):
+        place_model(model, make_mesh(fsdp=4, context=2), RULES, "critic")
+    place_model(model, make_mesh(fsdp=8), RULES, "critic")
