@@ -31,11 +31,17 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.model_limits import check_ids, check_tokens
 from jaxrl.config.objective_requirements import needs_reference, updates_per_step
 from jaxrl.config.oddities import warn_of_scale
-from jaxrl.config.platform_defaults import Settled, settle
+from jaxrl.config.platform_defaults import Settled, settle, settle_ids
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import check_files, load_prompts
-from jaxrl.data.tokenizer import check_vocabulary, load_tokenizer, unknown_text, unknown_token
+from jaxrl.data.tokenizer import (
+    check_vocabulary,
+    known_ids,
+    load_tokenizer,
+    unknown_text,
+    unknown_token,
+)
 from jaxrl.envs import NEED_TRUTH
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.readiness import ServerAwayError, check_environments
@@ -43,6 +49,7 @@ from jaxrl.files import FolderError
 from jaxrl.functions import says_all
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.architecture import with_known_ids
 from jaxrl.models.hf import ModelError
 from jaxrl.models.transformer import TransformerConfig
 from jaxrl.parallel import by_process, is_first, make_mesh, same_in_all
@@ -144,13 +151,29 @@ class BasePPOExp:
         role = self.config.trainer.policy
         assert role.model.path is not None  # validated
         overrides = cfg.model_overrides(self.config.trainer, role)
-        return hf.load_config(role.model.path, overrides, random_init=role.model.random_init)
+        found = hf.load_config(role.model.path, overrides, random_init=role.model.random_init)
+        return with_known_ids(found, role.known_ids)
 
     def get_tokenizer(self) -> Any:
         """Load the policy's tokenizer, with the chat template of `generator.chat_template`."""
         path, template = self.config.trainer.policy.model.path, self.config.generator.chat_template
         assert path is not None  # validated
         return load_tokenizer(path, template.name_or_path if template.source == "file" else None)
+
+    def settle_ids(
+        self, model: TransformerConfig | AdaptedModel
+    ) -> TransformerConfig | AdaptedModel:
+        """Choose the ids that are sampled and scored, and return the policy with these alone."""
+        own = BasePPOExp
+        if (type(self).get_model, type(self).get_engine) != (own.get_model, own.get_engine):
+            return model  # of the user's, as it is; and an engine of his draws what it likes
+        assert isinstance(model, TransformerConfig)  # of a folder
+        ends = hf.eos_token_ids(self.config.trainer.policy.model.path or "")
+        known = max([known_ids(self.tokenizer), *(end + 1 for end in ends)])
+        recorded = recorded_settings(self.config.trainer)
+        self.config, lines = settle_ids(self.config, known, model.vocab_size, recorded)
+        self.chosen = [*self.chosen, *lines]
+        return with_known_ids(model, self.config.trainer.policy.known_ids)
 
     def get_prompts(self, sources: Sequence[str]) -> list[Prompt]:
         """Load the prompts of data sets, tokenised; note how many are too long."""
@@ -377,12 +400,14 @@ class BasePPOExp:
 
     def _check(self) -> tuple[TransformerConfig | AdaptedModel, list[Prompt], list[Prompt]]:
         """Try what is the user's; return the model's architecture and the prompts."""
-        config = self.config
+        config = self.config  # `settle_ids` gives it another one
         evaluates = config.trainer.eval_interval > 0
         if type(self).get_prompts is BasePPOExp.get_prompts:
             check_files([*config.data.train_data, *(config.data.val_data if evaluates else ())])
         model = self.get_model()
         self.tokenizer = tokenizer = self.get_tokenizer()
+        model = self.settle_ids(model)
+        config = self.config
         ref_path, path = config.trainer.ref.model.path, config.trainer.policy.model.path
         if ref_path not in (None, path) and needs_reference(config.trainer.algorithm):
             check_vocabulary(tokenizer, ref_path)

@@ -39,7 +39,7 @@ from jaxrl.data.microbatches import Microbatching
 from jaxrl.data.order import order_of_run
 from jaxrl.data.packing import collate, empty_batch, minibatches
 from jaxrl.data.prefix_trees import UNSHARED
-from jaxrl.data.tokenizer import encode_prompt
+from jaxrl.data.tokenizer import encode_prompt, known_ids
 from jaxrl.files import as_path, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
@@ -171,6 +171,7 @@ class Trainer:
             self.total_steps = min(self.total_steps, trainer.max_training_steps)
         path = trainer.policy.model.path or ""  # validated
         self.eos_token_ids = sorted({tokenizer.eos_token_id, *hf.eos_token_ids(path)})
+        self.known_ids = known_ids(tokenizer)
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}  # between steps, since the last line of the log
         self.ref_params: Any = None
@@ -596,7 +597,8 @@ class Trainer:
         self, generator_output: GeneratorOutput, uids: Sequence[str]
     ) -> GeneratorOutput:
         """Record reward metrics; make rewards per token, and filter or punish responses."""
-        self.metrics |= rollout_metrics(generator_output, uids, self.samples)
+        known = self.known_ids
+        self.metrics |= rollout_metrics(generator_output, uids, self.samples, known)
         output, metrics = shape_rewards(
             generator_output, uids, self.config.generator, self.config.trainer.algorithm
         )

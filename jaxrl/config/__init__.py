@@ -52,7 +52,7 @@ from jaxrl.config.generator import (
 )
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.overrides import apply_overrides, parse_command_line
-from jaxrl.config.platform import ENGINE_SIZES, ON_CPU, auto_fields, with_settled
+from jaxrl.config.platform import ENGINE_SIZES, KNOWN_IDS, ON_CPU, auto_fields, with_settled
 from jaxrl.config.recipe import (
     default_config,
     load_config_file,
@@ -74,6 +74,7 @@ from jaxrl.config.rollouts import (
     in_process,
     keeps_pages,
     least_hosts,
+    leaves_out_ids,
     longest_row,
     overlaps,
     rows_at_once,
@@ -156,6 +157,7 @@ __all__ = [
     "MegatronTorchProfilerConfig",
     "MixedPrecisionConfig",
     "ENGINE_SIZES",
+    "KNOWN_IDS",
     "ON_CPU",
     "ModelConfig",
     "OffPolicyCorrectionConfig",
@@ -202,6 +204,7 @@ __all__ = [
     "carries",
     "in_process",
     "keeps_pages",
+    "leaves_out_ids",
     "least_hosts",
     "load_config_file",
     "longest_row",

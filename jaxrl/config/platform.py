@@ -23,6 +23,10 @@ ENGINE_SIZES = (
 )
 
 
+# Chosen by the tokenizer where it is None; a run that has no other number has all ids.
+KNOWN_IDS = "trainer.policy.known_ids"
+
+
 def auto_fields(config: Any) -> list[str]:
     """Return the fields that are still "auto", by dotted name."""
     values = flatten(config)

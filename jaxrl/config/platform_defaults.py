@@ -24,6 +24,37 @@ class Settled(NamedTuple):
     lines: list[str]
 
 
+def settle_ids(
+    config: cfg.TrainConfig,
+    of_tokenizer: int,
+    of_model: int,
+    recorded: tuple[Mapping[str, Any], str] = ({}, ""),
+) -> Settled:
+    """Choose the ids that a run samples and scores, where its config leaves them None.
+
+    Those that the tokenizer has, of a model with more, where jaxrl's own engine samples: another
+    one draws of all, and what it draws is scored as it was drawn.
+
+    Args:
+        config: is not changed.
+        of_tokenizer, of_model: numbers of ids.
+        recorded: see `settle`; a run goes on with what it began with, if that is all ids, too.
+    """
+    fields, source = recorded
+    if config.trainer.policy.known_ids is not None:
+        return Settled(config, [])
+    if source:
+        chosen, why = fields.get(cfg.KNOWN_IDS, "auto"), f"as in {source}"
+        chosen = None if chosen == "auto" else chosen  # of a version that had no such field
+    else:
+        chosen = of_tokenizer if cfg.leaves_out_ids(config) and of_tokenizer < of_model else None
+        why = f"those of the tokenizer, of {of_model} of the model"
+    if chosen is None:
+        return Settled(config, [])
+    line = f"known_ids={chosen}: {why}"
+    return Settled(cfg.apply_overrides(config, {cfg.KNOWN_IDS: chosen}), [line])
+
+
 def settle(
     config: cfg.TrainConfig,
     platform: str | None = None,

@@ -116,6 +116,13 @@ def in_process(config: TrainConfig) -> bool:
     return engine.run_engines_locally and not started
 
 
+def leaves_out_ids(config: TrainConfig) -> bool:
+    """Return whether what samples is jaxrl's own head, which can leave ids of the model out."""
+    engine = config.generator.inference_engine
+    ours = engine.run_engines_locally and "engine" not in engine.engine_init_kwargs
+    return engine.backend == "native" or (engine.backend == "jetstream" and ours)
+
+
 def by_transfer(config: TrainConfig) -> bool:
     """Return whether servers pull their weights from the processes of the trainer."""
     workers = config.trainer.placement.rollout_num_nodes > 0  # whatever the config names

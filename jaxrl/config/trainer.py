@@ -44,6 +44,7 @@ _REF_MODEL = {
     "lora.init_method": _IN_PEFT_FOLDER,
 }
 _seed = must(lambda seed: 0 <= seed < 2**63, "must be 0 or more, and below 2**63")
+_ids = must(lambda n: n is None or n > 0, "must be positive, or None (those of the tokenizer)")
 _local_folder = must(lambda path: "://" not in path, "must be a local folder")
 
 
@@ -103,6 +104,10 @@ class PolicyConfig(BaseConfig):
     router_replay: Annotated[str, one_of("off", "forward"), new()] = "off"
     """Send tokens of a mixture of experts to the experts that the sampler sent them to ("forward"),
     in training and for old log-probs; the weights of the experts are computed and learnt."""
+    known_ids: Annotated[int | None, _ids, new()] = None
+    """Ids that are sampled and scored, the first so many: the head's other rows are padding, of
+    probability 0. None: those that the tokenizer has, where jaxrl's own engine samples; all, where
+    another one does, or the run began without. As many as there are rows, or more: all."""
 
 
 @dataclass

@@ -205,6 +205,11 @@ def character_tokenizer(
     return tokenizer
 
 
+def known_ids(tokenizer: Any) -> int:
+    """Return how many ids a tokenizer has, with those of holes between them."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def unknown_token(tokenizer: Any) -> int | None:
     """Return the id that stands for text which the vocabulary lacks, if it stands for that alone.
 

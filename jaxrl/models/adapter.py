@@ -203,8 +203,11 @@ def head_axes_of_adapted(model: AdaptedModel) -> Params:
 
 
 @transformer.unembed.register
-def unembed_adapted(model: AdaptedModel, params: Params, hidden: jax.Array) -> jax.Array:
+def unembed_adapted(
+    model: AdaptedModel, params: Params, hidden: jax.Array, first: jax.Array | int = 0
+) -> jax.Array:
     """Return the logits that the module's forward ended with, in float32."""
+    del first  # it is never split
     return hidden.astype(jnp.float32)
 
 

@@ -165,6 +165,8 @@ class TransformerConfig:
     delta_net: DeltaNet | None = None
     convolution: ShortConvolution | None = None
     latent: Latent | None = None  # h is the width of queries and keys, and each head has its own
+    # the tokenizer has the first so many ids: the others are padding, of probability 0; None = all
+    known_ids: int | None = None
     # of whoever read it, no part of what the model is: equal models may have others
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
@@ -184,6 +186,8 @@ LATER_FIELDS = (
     *("output_gate", "mixers", "delta_net", "convolution", "latent"),
 )
 LATER_EXPERTS_FIELDS = ("linear_bias", "swiglu_limit", "swiglu_alpha")
+# Of no weight: checkpoints, folders and exports agree whatever they are.
+NOT_OF_WEIGHTS = ("known_ids",)
 SOFTMAX, DELTA, CONVOLUTION = MIXERS = ("attention", "delta", "convolution")
 DENSE, EXPERTS = "dense", "experts"  # what a layer has behind its mixer
 
@@ -256,6 +260,11 @@ class Period(NamedTuple):
     def layers(self, kind: str | None = None) -> int:
         """Return how many layers it has each time, of a kind or of all."""
         return sum(_size(run.in_model) for run in self.runs if kind in (None, run.kind))
+
+
+def with_known_ids(config: TransformerConfig, known: int | None) -> TransformerConfig:
+    """Return the model with logits of its first `known` ids alone; None = of all that it has."""
+    return replace(config, known_ids=known if known and known < config.vocab_size else None)
 
 
 def layer_mixers(config: TransformerConfig) -> tuple[str, ...]:

@@ -14,9 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.array_ops import Array, keep_only
+from jaxrl.models.architecture import with_known_ids
 from jaxrl.models.exact import Given, Tiles, by_tokens, each
 from jaxrl.models.linear import gather_weight, merge
-from jaxrl.models.transformer import Params, TransformerConfig, logical_axes, unembed
+from jaxrl.models.transformer import (
+    Params,
+    TransformerConfig,
+    logical_axes,
+    only_known,
+    unembed,
+)
 from jaxrl.parallel.rules import Placement
 
 AXES = ("embed", "vocab")
@@ -159,14 +166,17 @@ def _logits(config: TransformerConfig, tiles: Tiles, weights: Params, hidden: Ar
         return unembed(config, weights, hidden)
     here = tiles.here(config.vocab_size)
     cut = weights["unembed"].reshape(len(weights["unembed"]), here, -1).swapaxes(0, 1)
+    every = with_known_ids(config, None)
 
     def part(given: tuple[Array, Array, Array]) -> Array:
         hidden, norm, w = given
-        return unembed(config, {"final_norm": norm, "unembed": w}, hidden)
+        return unembed(every, {"final_norm": norm, "unembed": w}, hidden)
 
     spread = (tiles.spread(x, here) for x in (hidden, weights["final_norm"]))
     parts = each(part, (*spread, cut))
-    return jnp.moveaxis(parts, 0, 2).reshape(*hidden.shape[:2], -1)
+    logits = jnp.moveaxis(parts, 0, 2).reshape(*hidden.shape[:2], -1)
+    number = 0 if tiles.shared is None else jax.lax.axis_index(tiles.shared)
+    return only_known(config, logits, number * logits.shape[-1])
 
 
 def _scores(

@@ -96,7 +96,8 @@ def save_pretrained(
         FileExistsError: `folder` exists and `overwrite` is False.
         ValueError: no Hugging Face family has this config, see `config_to_hf`, `changed_config`.
     """
-    hf_config, generation = _configs(dataclasses.replace(config, value_head=None), tokenizer)
+    trunk = dataclasses.replace(config, value_head=None, known_ids=None)
+    hf_config, generation = _configs(trunk, tokenizer)
     with origin_tensors(config) as there:
         if jax.process_index() != 0:
             for _ in params_to_hf(config, params, there.stacked_experts):  # takes part in gathering

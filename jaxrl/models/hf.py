@@ -21,7 +21,7 @@ import numpy as np
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.models.architecture import Origin
+from jaxrl.models.architecture import NOT_OF_WEIGHTS, Origin
 from jaxrl.models.families import TIED, config_from_hf, text_config, with_entries
 from jaxrl.models.mxfp4 import with_mxfp4
 from jaxrl.models.transformer import (
@@ -293,7 +293,8 @@ def load_or_init(
     different = {
         name: (found[name], wanted[name])
         for name in wanted
-        if found[name] != wanted[name] and name not in ("initializer_range", "value_head")
+        if found[name] != wanted[name]
+        and name not in ("initializer_range", "value_head", *NOT_OF_WEIGHTS)
     }
     if different:
         raise ModelError(f"{folder} is of another model; (its config, the policy's): {different}")

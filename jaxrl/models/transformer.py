@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl.array_ops import FILTERED
 from jaxrl.models.architecture import (
     CONVOLUTION,
     DELTA,
@@ -30,6 +31,7 @@ from jaxrl.models.architecture import (
     KINDS,
     LATER_EXPERTS_FIELDS,
     LATER_FIELDS,
+    NOT_OF_WEIGHTS,
     SOFTMAX,
     DeltaNet,
     Experts,
@@ -269,7 +271,7 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
     What it has no part of and older checkpoints do not know is left out.
     """
     absent = {f.name: f.default for f in dataclasses.fields(config) if f.name in LATER_FIELDS}
-    known = config.described()
+    known = {k: x for k, x in config.described().items() if k not in NOT_OF_WEIGHTS}
     if config.experts is not None:
         for name in LATER_EXPERTS_FIELDS:
             if not known["experts"][name]:
@@ -780,13 +782,32 @@ def head_axes(config: TransformerConfig) -> Params:
 
 
 @functools.singledispatch
-def unembed(config: TransformerConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    """Apply the final norm and the vocabulary head: [..., D] -> float32 logits [..., V]."""
+def unembed(
+    config: TransformerConfig, params: Params, hidden: jax.Array, first: jax.Array | int = 0
+) -> jax.Array:
+    """Apply the final norm and the vocabulary head: [..., D] -> float32 logits [..., V].
+
+    Those of padding, see `known_ids`, are `FILTERED`, and have no gradient.
+
+    Args:
+        first: id of the first column, of a head that is split.
+    """
     with jax.named_scope("unembed"):
         y = normalise(hidden, params["final_norm"], config)
         head = params["unembed"] if "unembed" in params else params["embed"].T
         logits = project_float32(y, merge(head))
-        return softcap(logits / config.logits_scaling, config.final_softcap)
+        logits = softcap(logits / config.logits_scaling, config.final_softcap)
+        return only_known(config, logits, first)
+
+
+def only_known(
+    config: TransformerConfig, logits: jax.Array, first: jax.Array | int = 0
+) -> jax.Array:
+    """Return logits [..., V] with those of padding at `FILTERED`, see `unembed`."""
+    if config.known_ids is None:
+        return logits
+    ids = first + jnp.arange(logits.shape[-1])
+    return jnp.where(ids < config.known_ids, logits, FILTERED)
 
 
 @functools.singledispatch

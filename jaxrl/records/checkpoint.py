@@ -29,7 +29,7 @@ from etils import epath
 
 from jaxrl import activity, envs
 from jaxrl.config.model import DECAYING
-from jaxrl.config.platform import ENGINE_SIZES, ON_CPU
+from jaxrl.config.platform import ENGINE_SIZES, KNOWN_IDS, ON_CPU
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.files import FolderError, as_path, missing_packages_named, writable_folder
 from jaxrl.functions import import_call
@@ -669,7 +669,7 @@ def recorded_settings(trainer: TrainerConfig) -> tuple[dict[str, Any], str]:
         for path in _checkpoints(trainer):
             try:
                 meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
-                names = *ON_CPU, *ENGINE_SIZES
+                names = *ON_CPU, *ENGINE_SIZES, KNOWN_IDS
                 return {name: _value(meta["config"], name) for name in names}, str(path)
             except (OSError, ValueError, LookupError, TypeError, AttributeError):
                 continue  # damaged: restoring will say so, and fall back in the same order

@@ -23,7 +23,7 @@ from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.parallel import is_first
 from jaxrl.rollout.build import model_writer, server_folder, weight_folder, weights_root
 from jaxrl.rollout.conversations.across_processes import AbsentEngine
-from jaxrl.rollout.protocol import Sampling
+from jaxrl.rollout.protocol import MOST_COUNT, Sampling
 from jaxrl.rollout.remote.engine import RemoteEngine
 from jaxrl.rollout.remote.http_client import RemoteOptions
 from jaxrl.rollout.remote.probe import Probe, make_score
@@ -287,6 +287,7 @@ def worker_config(config: cfg.TrainConfig) -> dict[str, Any]:
         "trainer.ref.mesh": None,
         "trainer.critic.mesh": None,
         "trainer.policy.model.path": str(Path(path).absolute()) if Path(path).is_dir() else path,
+        cfg.KNOWN_IDS: config.trainer.policy.known_ids or MOST_COUNT,  # as the trainer
         **{f"trainer.policy.mesh.{axis}": size for axis, size in _WORKER_MESH.items()},
         **{f"generator.inference_engine.{name}": value for name, value in engine_settings.items()},
         **{f"serve.{name}": value for name, value in serve.items()},

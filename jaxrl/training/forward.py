@@ -417,7 +417,7 @@ class Head:
         Args:
             known: weights of the teacher's head, if there is one.
         """
-        logits = every = unembed(self.config, weights, hidden) / self.temperature
+        logits = every = self.logits(weights, hidden)
         if targets.kept is not None:
             logits = keep_only(logits, targets.kept, self.vocab)
         log_probs = token_log_probs(logits, targets.tokens, self.vocab)
@@ -433,6 +433,20 @@ class Head:
             found += (event_log_probs(every, targets.teacher[0], self.vocab)[..., :-1],)
         return found
 
+    def logits(self, weights: Params, hidden: Array) -> Array:
+        """Return logits of this device's ids, divided by the temperature."""
+        first = self.first(weights[self.matrix]) if self.ids else 0
+        return unembed(self.config, weights, hidden, first) / self.temperature
+
+    def first(self, matrix: Array) -> Array | int:
+        """Return the first id of this device's part of the matrix."""
+        return jax.lax.axis_index(self.ids) * matrix.shape[self.vocab_dim] if self.ids else 0
+
+    def known(self, matrix: Array) -> Array | None:
+        """Return how many ids of the matrix are no padding, the first ones; None = all."""
+        known = self.model.known_ids
+        return None if known is None else jnp.asarray(known - self.first(matrix))
+
     def divergence(
         self, logits: Array, beta: float, said: tuple[Any, ...], known: Params | None
     ) -> Array:
@@ -441,7 +455,7 @@ class Head:
             ids, log_probs = said
             return generalized_jsd(event_log_probs(logits, ids, self.vocab), log_probs, beta)
         assert known is not None
-        theirs = unembed(self.teacher.config, known, *said) / self.temperature
+        theirs = self.teacher.logits(known, *said)
         theirs = theirs[..., : logits.shape[-1]]  # what a larger vocabulary has beyond is padding
         lacks = logits.shape[-1] - theirs.shape[-1]
         theirs = jnp.pad(theirs, ((0, 0), (0, 0), (0, lacks)), constant_values=FILTERED)
@@ -653,7 +667,7 @@ def _score_tokens(
     def body(i: Array, sums: head_log_probs.Sums) -> head_log_probs.Sums:
         local = _local(head, front.block(tokens, i), matrix)
         given = front.block(states, i), matrix, local, front.left(i)
-        found = head_log_probs.sums(head.kernel, *given, scoring, vocab_dim)
+        found = head_log_probs.sums(head.kernel, *given, scoring, vocab_dim, head.known(matrix))
         return jax.tree.map(lambda x, y: front.write(x, y, i), sums, found)
 
     zeros = head_log_probs.Sums(*[jnp.zeros(front.parts * len(tokens), jnp.float32)] * 4)
@@ -684,7 +698,9 @@ def _score_tokens_backward(head: Head, residuals: tuple, cotangents: tuple) -> t
         for_states, for_matrix = totals
         y, ids, part = jax.tree.map(lambda x: front.block(x, i), (states, tokens, slopes))
         given = y, matrix, _local(head, ids, matrix), front.left(i), part, for_matrix
-        found, for_matrix = head_log_probs.gradients(head.kernel, *given, scoring, vocab_dim)
+        found, for_matrix = head_log_probs.gradients(
+            head.kernel, *given, scoring, vocab_dim, head.known(matrix)
+        )
         return front.write(for_states, front.total(found).astype(states.dtype), i), for_matrix
 
     zeros = jnp.zeros_like(states), jnp.zeros(matrix.shape, jnp.float32)
@@ -709,8 +725,7 @@ def _scoring(head: Head) -> head_log_probs.Scoring:
 
 def _local(head: Head, tokens: Array, matrix: Array) -> Array:
     """Return the tokens numbered by the ids of this device's matrix, -1 where they are others'."""
-    size = matrix.shape[head.vocab_dim]
-    first = jax.lax.axis_index(head.ids) * size if head.ids else 0
+    size, first = matrix.shape[head.vocab_dim], head.first(matrix)
     return jnp.where((tokens >= first) & (tokens < first + size), tokens - first, -1)
 
 

@@ -38,10 +38,13 @@ def score_metrics(
     }
 
 
-def generate_metrics(output: GeneratorOutput) -> Metrics:
+def generate_metrics(output: GeneratorOutput, known_ids: int) -> Metrics:
     """Return length statistics of the responses, in tokens, and a checksum of all tokens.
 
     Two runs whose `generate/tokens_crc32` agree sampled the same tokens.
+
+    Args:
+        known_ids: ids that the tokenizer has; `generate/unknown_ids` counts the tokens beyond.
     """
     tokens = np.concatenate([np.asarray(r, np.int32) for r in output["response_ids"]])
     lengths = np.array([len(r) for r in output["response_ids"]])
@@ -57,6 +60,7 @@ def generate_metrics(output: GeneratorOutput) -> Metrics:
         "generate/avg_tokens_zero_rewards": float(unrewarded.mean()) if unrewarded.size else 0.0,
         "generate/stop_ratio": float(np.mean([s == "stop" for s in output["stop_reasons"]])),
         **length_metrics(output, scores),
+        "generate/unknown_ids": int((tokens >= known_ids).sum()),
         "generate/tokens_crc32": zlib.crc32(tokens.tobytes()),
         **output["rollout_metrics"],
     }
@@ -76,13 +80,16 @@ def reward_term_metrics(terms: Sequence[Mapping[str, float]]) -> Metrics:
     }
 
 
-def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> Metrics:
+def rollout_metrics(
+    output: GeneratorOutput, uids: Sequence[str], samples: int, known_ids: int
+) -> Metrics:
     """Return `generate_metrics`, and the rewards as the environment gave them.
 
     They are of what was sampled; what demonstrations earn has a name of its own.
 
     Args:
         uids: prompt of each trajectory.
+        known_ids: see `generate_metrics`.
     """
     given = np.array(last_steps(output).get("demonstrated", []), bool)
     if given.any() and not given.all():
@@ -90,6 +97,7 @@ def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) 
             take_trajectories(output, np.flatnonzero(~given)),
             [uid for uid, demonstrated in zip(uids, given, strict=True) if not demonstrated],
             samples,
+            known_ids,
         )
         earned = [outcome(r) for r in last_steps(output)["rewards"]]
         return sampled | {"reward/demonstrated": float(np.mean(np.array(earned)[given]))}
@@ -97,7 +105,7 @@ def rollout_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) 
     rewards = last["rewards"]
     reward = score_metrics(rewards, uids, samples)
     return (
-        generate_metrics(output)
+        generate_metrics(output, known_ids)
         | reward_term_metrics(last.get("reward_terms", []))
         | group_metrics(np.array([outcome(r) for r in rewards]), uids)
         | {

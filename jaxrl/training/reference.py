@@ -15,6 +15,7 @@ from jaxrl import config as cfg
 from jaxrl.config.objective_requirements import needs_reference
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
+from jaxrl.models.architecture import with_known_ids
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import LoraConfig, attach
 from jaxrl.models.peft_format import base_of_adapter, load_adapter
@@ -106,6 +107,7 @@ def reference_model(
         return model
     found = hf.load_config(ref.path, cfg.model_overrides(trainer, trainer.ref))
     found = dataclasses.replace(found, initializer_range=model.initializer_range)  # not of weights
+    found = with_known_ids(found, model.known_ids)  # their tokenizers give tokens the same ids
     if trainer.update_ref_every_epoch and found != model:
         raise ValueError(
             f"trainer.update_ref_every_epoch=True: trainer.ref.model.path={ref.path!r} is of "

@@ -8,7 +8,7 @@ import yaml
 
 from benchmarks.shapes import write_model_folder
 from jaxrl import config as cfg
-from jaxrl.config.platform_defaults import settle
+from jaxrl.config.platform_defaults import settle, settle_ids
 from jaxrl.records.checkpoint import recorded_settings
 from jaxrl.records.resume_identity import changed_fields
 from jaxrl.train import BasePPOExp
@@ -94,6 +94,40 @@ def test_what_the_user_set_stays_and_the_sampler_follows_the_trainer(model, tmp_
     }
     assert values(settled) == expected
     assert "bf16" not in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "expected"),
+    [
+        ({}, (48, 64), 48),
+        ({}, (64, 64), None),
+        ({}, (65, 64), None),  # special tokens that nothing uses
+        ({"trainer.policy.known_ids": 40}, (48, 64), 40),
+        ({"generator.inference_engine.backend": "vllm"}, (48, 64), None),
+        ({"generator.inference_engine.backend": "jetstream"}, (48, 64), 48),
+        (
+            {
+                "generator.inference_engine.backend": "jetstream",
+                "generator.inference_engine.run_engines_locally": False,
+            },
+            (48, 64),
+            None,
+        ),
+        (
+            {
+                "generator.inference_engine.backend": "jetstream",
+                "generator.inference_engine.engine_init_kwargs": {"engine": "my:engine"},
+            },
+            (48, 64),
+            None,
+        ),
+    ],
+)
+def test_the_ids_of_a_new_run(model, tmp_path, changes, sizes, expected):
+    config = cfg.apply_overrides(config_of(model, tmp_path), changes)
+    settled, lines = settle_ids(config, *sizes)
+    assert settled.trainer.policy.known_ids == expected
+    assert len(lines) == (expected == 48)
 
 
 def test_a_flax_module_is_left_alone(tmp_path):

@@ -75,7 +75,7 @@ def test_steps_have_the_same_total_and_the_terms_of_the_whole():
     output = talk("TermsEnv", {"right": 2.0, "calm": 0.5}, **settings)
     assert output["rewards"] == [[0, 0, 0], [0, 3.5]]  # 2 * 3 - 5 / 2
     assert merge_steps(output)["reward_terms"] == [{"right": 3.0, "calm": -5.0}]
-    assert rollout_metrics(output, ["0:p"], 1)["reward/right/mean"] == 3.0
+    assert rollout_metrics(output, ["0:p"], 1, 48)["reward/right/mean"] == 3.0
 
 
 def test_functions_judge_beside_a_plain_reward_and_count_once_without_weights():
@@ -98,7 +98,7 @@ def test_metrics_of_terms():
     output = talk()
     output |= {"rewards": [1.0] * 3, "response_ids": [[5, END]] * 3, "stop_reasons": ["stop"] * 3}
     output["reward_terms"] = terms
-    metrics = rollout_metrics(output, ["x", "y", "z"], 1)
+    metrics = rollout_metrics(output, ["x", "y", "z"], 1, 48)
     found = {name: metrics[name] for name in metrics if name.count("/") == 2}
     assert found == {
         "reward/a/mean": 2.0,

@@ -136,7 +136,7 @@ def test_whose_row_is_whose():
 
 def test_metrics_and_filters_look_at_trajectories():
     output = step_wise()
-    metrics = rollout_metrics(output, ["p", "q"], 1)
+    metrics = rollout_metrics(output, ["p", "q"], 1, 48)
     assert metrics["reward/avg_raw_reward"] == 3.5  # (6 + 1) / 2
     assert metrics["generate/batch_num_seq"] == 4
     # as samples of one prompt they differ; with rewards 6 and 6 they do not

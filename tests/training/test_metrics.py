@@ -53,7 +53,7 @@ def columns(**changes):
 def test_generate_metrics_literal():
     # 12 tokens [1, 1, ...] as little-endian int32: crc32(b"\x01\0\0\0" * 12) = 2329099562
     # lengths 2 4 6: mean 4, deviation sqrt((4 + 0 + 4) / 3) = 1.6329932; rewarded are 2 and 6
-    metrics = generate_metrics(columns())
+    metrics = generate_metrics(columns(), 2)
     assert metrics.pop("generate/std_num_tokens") == pytest.approx(1.6329932)
     assert metrics.pop("generate/stop_ratio") == pytest.approx(2 / 3)
     assert metrics == {
@@ -67,13 +67,21 @@ def test_generate_metrics_literal():
         "generate/max_tokens_zero_rewards": 4.0,
         "generate/stop_ratio_non_zero_rewards": 1.0,
         "generate/stop_ratio_zero_rewards": 0.0,
+        "generate/unknown_ids": 0,
         "generate/tokens_crc32": 2329099562,
         "environment/exact": 0.5,
     }
 
 
+def test_tokens_that_the_tokenizer_has_not_are_counted():
+    # of 3 ids: 3 and 7 are none of them
+    output = columns(response_ids=[[0, 3], [2, 1, 0, 2], [7, 2, 3, 0, 0, 0]])
+    assert generate_metrics(output, 3)["generate/unknown_ids"] == 3
+    assert generate_metrics(output, 8)["generate/unknown_ids"] == 0
+
+
 def test_generate_metrics_when_nothing_is_rewarded():
-    metrics = generate_metrics(columns(rewards=[0.0, 0.0, 0.0]))
+    metrics = generate_metrics(columns(rewards=[0.0, 0.0, 0.0]), 2)
     assert metrics["generate/avg_tokens_non_zero_rewards"] == 0.0
     assert metrics["generate/avg_tokens_zero_rewards"] == 4.0
 

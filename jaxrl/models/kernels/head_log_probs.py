@@ -121,6 +121,7 @@ def sums(
     count: Array,
     scoring: Scoring,
     vocab_dim: int = 0,
+    known: Array | None = None,
 ) -> Sums:
     """Return the sums over the ids of `w`, each [n].
 
@@ -130,11 +131,13 @@ def sums(
         w: [V, D], or [D, V] where `vocab_dim` is 1.
         targets: [n] int, numbered by the ids of w; -1 where it is not among them.
         count: [] int, tokens that are wanted, the first ones; the others' sums are any.
+        known: [] int, ids of w that count, the first ones, none of them if it is below 1; None =
+            all.
     """
     if kernel == "tiles":
-        return _xla_sums(y, w, targets, scoring, vocab_dim)
-    tiles = _Tiles.of(y, w, vocab_dim)
-    return _pallas_sums(y, w, targets, count, scoring, tiles, interpret=kernel == "interpret")
+        return _xla_sums(y, w, targets, scoring, vocab_dim, known)
+    tiles, numbers = _Tiles.of(y, w, vocab_dim), _numbers(count, known)
+    return _pallas_sums(y, w, targets, numbers, scoring, tiles, interpret=kernel == "interpret")
 
 
 def gradients(
@@ -147,11 +150,12 @@ def gradients(
     for_w: Array,
     scoring: Scoring,
     vocab_dim: int = 0,
+    known: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return the gradient of the hidden states, and that of the matrix added to another.
 
     Args:
-        y, w, targets, count, vocab_dim: as of `sums`.
+        y, w, targets, count, vocab_dim, known: as of `sums`.
         slopes: each [n], 0 and finite where not wanted.
         for_w: float32 of the shape of `w`, what its gradient is added to.
 
@@ -159,10 +163,15 @@ def gradients(
         [n, D] float32, over the ids of `w` alone; float32 of the shape of `w`.
     """
     if kernel == "tiles":
-        return _xla_gradients(y, w, targets, slopes, for_w, scoring, vocab_dim)
+        return _xla_gradients(y, w, targets, slopes, for_w, scoring, vocab_dim, known)
     tiles, interpret = _Tiles.of(y, w, vocab_dim), kernel == "interpret"
-    args = y, w, targets, count, slopes, for_w, scoring, tiles
+    args = y, w, targets, _numbers(count, known), slopes, for_w, scoring, tiles
     return _pallas_gradients(*args, interpret=interpret)
+
+
+def _numbers(count: Array, known: Array | None) -> Array:
+    """Return what kernels read before they begin: [1], or [2] where not all ids count."""
+    return jnp.stack([x.astype(jnp.int32) for x in (count, known) if x is not None])
 
 
 def _logits(products: Array, scoring: Scoring) -> Array:
@@ -221,7 +230,13 @@ def _xla_tiles(w: Array, vocab_dim: int) -> tuple[int, Array]:
 
 
 def _xla_logits(
-    y: Array, w: Array, first: Array, size: int, scoring: Scoring, vocab_dim: int
+    y: Array,
+    w: Array,
+    first: Array,
+    size: int,
+    scoring: Scoring,
+    vocab_dim: int,
+    known: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
     """Return where a tile of w starts, the tile, its ids [v, 1] and logits.
 
@@ -231,14 +246,17 @@ def _xla_logits(
     tile = jax.lax.dynamic_slice_in_dim(w, start, size, vocab_dim)
     ids = start + jnp.arange(size)[:, None]
     z = _logits(einsum_float32(f"{DIMS[vocab_dim]},nd->vn", tile, y), scoring)
-    return start, tile, jnp.where(ids < first, LEFT_OUT, ids), z
+    ids = jnp.where(ids < first, LEFT_OUT, ids)
+    return start, tile, ids if known is None else jnp.where(ids < known, ids, LEFT_OUT), z
 
 
-def _xla_sums(y: Array, w: Array, targets: Array, scoring: Scoring, vocab_dim: int) -> Sums:
+def _xla_sums(
+    y: Array, w: Array, targets: Array, scoring: Scoring, vocab_dim: int, known: Array | None
+) -> Sums:
     size, tiles = _xla_tiles(w, vocab_dim)
 
     def body(sums: Sums, first: Array) -> tuple[Sums, None]:
-        _, _, ids, z = _xla_logits(y, w, first, size, scoring, vocab_dim)
+        _, _, ids, z = _xla_logits(y, w, first, size, scoring, vocab_dim, known)
         return _add(sums, z, ids, targets), None
 
     found = jax.lax.scan(body, _no_sums((1, y.shape[0])), tiles)[0]
@@ -253,13 +271,14 @@ def _xla_gradients(
     for_w: Array,
     scoring: Scoring,
     vocab_dim: int,
+    known: Array | None,
 ) -> tuple[Array, Array]:
     size, tiles = _xla_tiles(w, vocab_dim)
     dims = DIMS[vocab_dim]
 
     def body(totals: tuple[Array, Array], first: Array) -> tuple[tuple[Array, Array], None]:
         for_y, for_w = totals
-        start, tile, ids, z = _xla_logits(y, w, first, size, scoring, vocab_dim)
+        start, tile, ids, z = _xla_logits(y, w, first, size, scoring, vocab_dim, known)
         g = _product_gradients(z, ids, targets, slopes, scoring).astype(y.dtype)
         for_y += einsum_float32(f"vn,{dims}->nd", g, tile)
         part = jax.lax.dynamic_slice_in_dim(for_w, start, size, vocab_dim)
@@ -273,7 +292,7 @@ def _pallas_sums(
     y: Array,
     w: Array,
     targets: Array,
-    count: Array,
+    numbers: Array,
     scoring: Scoring,
     tiles: "_Tiles",
     *,
@@ -293,7 +312,7 @@ def _pallas_sums(
         cost_estimate=_cost(y, w, tiles, products=1),
         interpret=interpret,
         name="head_sums",
-    )(count.reshape(1), tiles.rows(y), tiles.rows(targets), w)
+    )(numbers, tiles.rows(y), tiles.rows(targets), w)
     parts = Sums(*(x.reshape(tiles.cores, -1) for x in found))
     below = _below(parts, parts.largest.max(0))
     return Sums(below.largest, *(x.sum(0) for x in below[1:]))
@@ -303,7 +322,7 @@ def _pallas_gradients(
     y: Array,
     w: Array,
     targets: Array,
-    count: Array,
+    numbers: Array,
     slopes: Slopes,
     for_w: Array,
     scoring: Scoring,
@@ -329,12 +348,12 @@ def _pallas_gradients(
             ],
             out_specs=[tiles.part(y), tiles.spec],
         ),
-        input_output_aliases={8: 1},  # counted from the prefetched number
+        input_output_aliases={8: 1},  # counted from the prefetched numbers
         compiler_params=TPU_PARAMS,
         cost_estimate=_cost(y, w, tiles, products=3),
         interpret=interpret,
         name="head_gradients",
-    )(count.reshape(1), *(tiles.rows(x) for x in (y, *by_token)), w, for_w)
+    )(numbers, *(tiles.rows(x) for x in (y, *by_token)), w, for_w)
     return for_y.sum(0).reshape(y.shape), for_w
 
 
@@ -397,7 +416,7 @@ class _Tiles(NamedTuple):
         """Return the first id of the tile of a step."""
         return (pl.program_id(0) * self.each + pl.program_id(1)) * self.size
 
-    def read(self, w: Any, first: Array) -> tuple[Array, Array]:
+    def read(self, w: Any, first: Array, numbers: Any) -> tuple[Array, Array]:
         """Return the tile of a step as [v, D], and its ids [v, 1].
 
         The last one may be more than is left of the matrix: beyond it lies anything, NaN too.
@@ -405,7 +424,8 @@ class _Tiles(NamedTuple):
         ids = first + jax.lax.broadcasted_iota(jnp.int32, (self.size, 1), 0)
         there = ids < self.vocabulary
         tile = w[...].T if self.vocab_dim else w[...]
-        return jnp.where(there, tile, 0), jnp.where(there, ids, LEFT_OUT)
+        counts = there if numbers.shape == (1,) else there & (ids < numbers[1])
+        return jnp.where(there, tile, 0), jnp.where(counts, ids, LEFT_OUT)
 
     def outer(self, g: Array, y: Array) -> Array:
         """Return the product of g [v, n] and y [n, D] as a tile of the matrix lies."""
@@ -426,13 +446,13 @@ def _product(x: Array, y: Array, contract: tuple[int, int]) -> Array:
     return jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
 
 
-def _products(count: Any, tiles: _Tiles) -> Array:
+def _products(numbers: Any, tiles: _Tiles) -> Array:
     """Return how many of the products along the tokens have a wanted one."""
-    return jax.lax.div(count[0] + tiles.tokens - 1, tiles.tokens)
+    return jax.lax.div(numbers[0] + tiles.tokens - 1, tiles.tokens)
 
 
 def _sums_kernel(
-    count: Any, y: Any, targets: Any, w: Any, *out: Any, tiles: _Tiles, scoring: Scoring
+    numbers: Any, y: Any, targets: Any, w: Any, *out: Any, tiles: _Tiles, scoring: Scoring
 ) -> None:
     first = tiles.first()
 
@@ -443,7 +463,7 @@ def _sums_kernel(
 
     @pl.when(first < tiles.vocabulary)
     def add() -> None:
-        tile, ids = tiles.read(w, first)
+        tile, ids = tiles.read(w, first, numbers)
 
         def product(i: Array, _: None) -> None:
             z = _logits(_product(tile, y[i], (1, 1)), scoring)
@@ -451,11 +471,11 @@ def _sums_kernel(
             for ref, new in zip(out, found, strict=True):
                 ref[i] = new
 
-        jax.lax.fori_loop(0, _products(count, tiles), product, None)
+        jax.lax.fori_loop(0, _products(numbers, tiles), product, None)
 
 
 def _gradients_kernel(
-    count: Any,
+    numbers: Any,
     y: Any,
     targets: Any,
     log_total: Any,
@@ -478,7 +498,7 @@ def _gradients_kernel(
 
     @pl.when(first < tiles.vocabulary)
     def add() -> None:
-        tile, ids = tiles.read(w, first)
+        tile, ids = tiles.read(w, first, numbers)
         for_w[...] = before[...]
 
         def product(i: Array, _: None) -> None:
@@ -488,15 +508,23 @@ def _gradients_kernel(
             for_w[...] += tiles.outer(g, y[i])
             for_y[i] += _product(g, tile, (0, 0))
 
-        jax.lax.fori_loop(0, _products(count, tiles), product, None)
+        jax.lax.fori_loop(0, _products(numbers, tiles), product, None)
 
 
 def _all_logits(
-    y: Array, w: Array, targets: Array, count: Array, scoring: Scoring, vocab_dim: int = 0
+    y: Array,
+    w: Array,
+    targets: Array,
+    count: Array,
+    scoring: Scoring,
+    vocab_dim: int = 0,
+    known: Array | None = None,
 ) -> Sums:
     """Compute the sums from all logits at once; the reference, which autodiff goes through."""
     del count  # all of them
     z = _logits(einsum_float32(f"{DIMS[vocab_dim]},nd->vn", w, y), scoring)
+    if known is not None:
+        z = jnp.where(jnp.arange(len(z))[:, None] < known, z, FILTERED)
     largest = z.max(0)
     below = z - largest
     e = jnp.exp(below)

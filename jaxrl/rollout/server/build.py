@@ -12,9 +12,10 @@ from etils import epath
 from jaxrl import config as cfg
 from jaxrl.config.model_limits import check_ids, warn_of_positions
 from jaxrl.config.platform_defaults import settle
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import known_ids, load_tokenizer
 from jaxrl.files import as_path, missing_packages_named
 from jaxrl.models import hf
+from jaxrl.models.architecture import with_known_ids
 from jaxrl.models.placement import place_model
 from jaxrl.models.transformer import TransformerConfig, abstract_params, logical_axes
 from jaxrl.parallel import make_mesh, param_shardings
@@ -79,6 +80,8 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer
     model = hf.load_config(path, cfg.model_overrides(trainer, trainer.policy))
     ends = hf.eos_sources(path)
     check_ids("trainer.policy.model.path", path, model.vocab_size, tokenizer, ends)
+    known = trainer.policy.known_ids or max([known_ids(tokenizer), *(end + 1 for end in ends)])
+    model = with_known_ids(model, known)
     length = serve.max_model_len or cfg.longest_row(config)
     of_model = hf.max_positions(path), path
     warn_of_positions("serve.max_model_len", length, "a row may have", length, *of_model)

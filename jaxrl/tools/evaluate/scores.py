@@ -107,7 +107,7 @@ def ask(run: BasePPOExp, target: EvalTarget, step: int) -> tuple[dict[str, float
     without = f"; {left_out} are too long and left out" if left_out else ""
     activity.say(f"{len(prompts)} prompts from {', '.join(sources)}{without}")
     if target.kind != "server":  # whose model is elsewhere
-        model = run.get_model()
+        model = run.settle_ids(run.get_model())
         run.check_ids(model, [], prompts)
         if isinstance(model, TransformerConfig):
             policy = config.trainer.policy.model

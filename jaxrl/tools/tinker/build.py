@@ -15,10 +15,10 @@ import jax
 from jaxrl import config as cfg
 from jaxrl.config.model_limits import check_ids, warn_of_positions
 from jaxrl.config.platform_defaults import settle
-from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.data.tokenizer import known_ids, load_tokenizer
 from jaxrl.files import writable_folder
 from jaxrl.models import hf
-from jaxrl.models.architecture import keeps_states
+from jaxrl.models.architecture import keeps_states, with_known_ids
 from jaxrl.models.export import untied
 from jaxrl.models.lora import LoraConfig, select_modules
 from jaxrl.models.placement import model_shardings, place_model
@@ -176,12 +176,15 @@ def make_server(config: Any) -> Server:
         "max_rank": limits.max_rank,
         "matrices": hashlib.sha256("\n".join(lora.modules).encode()).hexdigest(),
         "base": hashlib.sha256(numbers.encode()).hexdigest(),
+        "known_ids": max([known_ids(tokenizer), *(end + 1 for end in ends)]),
     }
     if (other := journal.belong_to(about)) is not None:
         raise ValueError(
             f"tinker.root={limits.root!r} is of a service with another {other}: go on with that "
             "one, or choose another folder"
         )
+    model = with_known_ids(model, journal.service.get("known_ids"))  # not where it began without
+    vocabulary = model.known_ids or model.vocab_size
     trainer.algorithm.temperature = 1.0  # what the API calls log-probs are the model's own
     forward = make_forward_pass(config, model, placement).forward
     tenants = Tenants(forward, base, lora, placement, limits.adapters + 1)
@@ -205,10 +208,10 @@ def make_server(config: Any) -> Server:
         journal,
         root,
         tenants,
-        Samplers(engine, places, stops, model.vocab_size, length),
+        Samplers(engine, places, stops, vocabulary, length),
         base=settings.served_model_name or Path(path).name,
         folder=str(Path(path).absolute()),
-        vocabulary=model.vocab_size,
+        vocabulary=vocabulary,
         longest=length,
         full=limits.row_tokens,
         snapshot=limits.snapshot_calls,

@@ -99,14 +99,20 @@ class Journal:
             self._db.execute("COMMIT")
 
     def belong_to(self, about: dict[str, Any]) -> str | None:
-        """Take the database for a service of these facts; return the fact that is another."""
+        """Take the database for a service of these facts; return the fact that is another.
+
+        Of one that an earlier version began, those that this version has added are not known.
+        """
         with self.together():
-            found = self.rows("SELECT facts FROM service")
-            if not found:
+            if not self.rows("SELECT facts FROM service"):
                 self.rows("INSERT INTO service VALUES (?)", json.dumps(about))
-                return None
-        before = facts(found[0][0])
-        return next((name for name in about if before.get(name) != about[name]), None)
+        before = self.service
+        return next((name for name in before if before[name] != about[name]), None)
+
+    @property
+    def service(self) -> dict[str, Any]:
+        """Return the facts of the service that it belongs to."""
+        return facts(self.rows("SELECT facts FROM service")[0][0])
 
     # ---------------------------------------------------------------- calls
 
