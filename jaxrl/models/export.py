@@ -196,7 +196,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: str | os.PathLi
     write_json(path, settings)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON that is readable, in the order of the keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

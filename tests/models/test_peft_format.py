@@ -18,6 +18,7 @@ from jaxrl.models import init_params, load_config, load_params, save_pretrained
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import attach
 from jaxrl.models.peft_format import (
+    JOINED_EXPERTS,
     ONE_OF,
     READ,
     SAID_BY_TENSORS,
@@ -186,8 +187,17 @@ def test_adapters_of_all_matrices_go_to_peft_and_come_back(name, tmp_path):
     assert_comes_back(tmp_path, theirs, lora, adapters, merged)
 
 
+# Of JOINED_EXPERTS; the quick run has the one with a dense layer, whose names are like experts'.
 @pytest.mark.parametrize(
-    "name", ["qwen3-moe-dense-first", pytest.param("mixtral", marks=pytest.mark.slow)]
+    "name",
+    [
+        "qwen3-moe-dense-first",
+        *(
+            pytest.param(FIRST[model_type], marks=pytest.mark.slow)
+            for model_type in JOINED_EXPERTS
+            if model_type != "qwen3_moe"
+        ),
+    ],
 )
 def test_adapters_of_all_experts_go_to_peft(name, tmp_path):
     model_type, fields = MODELS[name]
