@@ -53,6 +53,14 @@ def test_names_of_the_table_make_their_class():
     assert envs.load("reasoning_gym:chain_sum") is ReasoningGymEnv
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("gsm8k", True), ("gymnasium:CartPole-v1", True), ("my_pkg.my_module:gymnasium", False)],
+)
+def test_what_is_the_librarys_is_told_from_the_users(name, ours):
+    assert envs.is_ours(name) == ours
+
+
 def test_module_and_class_make_a_users_environment():
     env = envs.make("my_envs:EchoEnv", {"a": 1}, {"b": 2})
     assert (env.extras, env.env_config, env.turns, env.max_turns) == ({"a": 1}, {"b": 2}, 0, 1)
