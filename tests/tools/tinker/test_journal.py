@@ -60,8 +60,9 @@ def test_the_file_is_as_large_as_what_is_kept(journal):
     """2,000 calls in ten times, each forgotten when the next have come."""
     pages = []
     for part in range(10):
-        for number in range(200):
-            ask(journal, "sampler", 200 * part + number)
+        with journal.together():  # written to the disk at once
+            for number in range(200 * part, 200 * part + 200):
+                ask(journal, "sampler", number)
         journal.forget_answers(LATER)
         assert kept(journal) == [(f"sampler:{200 * part + 199}", False, False)]
         pages += journal.rows("PRAGMA page_count")[0]
