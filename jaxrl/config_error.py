@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+LONGEST = 500  # characters of a value in a message
+
 
 class ConfigError(ValueError):
     """Say which field of a config cannot have its value, and what to do.
@@ -28,6 +30,7 @@ class ConfigError(ValueError):
     def __str__(self) -> str:
         config = dataclasses.is_dataclass(self.value) and not isinstance(self.value, type)
         shown = f"{type(self.value).__name__}(...)" if config else repr(self.value)
+        shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
         return f"{self.field}={shown}: {self.remedy}"
 
     def inside(self, group: str) -> "ConfigError":

@@ -165,7 +165,8 @@ class BasePPOExp:
     ) -> TransformerConfig | AdaptedModel:
         """Choose the ids that are sampled and scored, and return the policy with these alone."""
         own = BasePPOExp
-        if (type(self).get_model, type(self).get_engine) != (own.get_model, own.get_engine):
+        parts = "get_model", "get_engine", "get_generator"
+        if any(getattr(type(self), part) is not getattr(own, part) for part in parts):
             return model  # of the user's, as it is; and an engine of his draws what it likes
         assert isinstance(model, TransformerConfig)  # of a folder
         ends = hf.eos_token_ids(self.config.trainer.policy.model.path or "")

@@ -156,6 +156,8 @@ def test_the_run_is_named_by_what_must_be_the_same_for_it_to_go_on(config_of, tm
         name(**{"trainer.policy.model.path": "configs/tiny_tool_model"}),
     ]
     assert len({first, *others}) == 6
+    written_otherwise = {"trainer.policy.model.lora.merge_exports": True}
+    assert name(**written_otherwise) == first
     assert name(run_name="mine") == "mine"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows, grpo
-from jaxrl.advantages.row import Estimator, Problem, Settings, check_epsilon, relative
+from jaxrl.advantages.row import Estimator, Problem, Settings, check_group_epsilon, relative
 from jaxrl.array_ops import Array, BoolB, FloatBT, IntB, MaskBT, assert_per_token
 
 METRICS = ("length", "token_efficiency")
@@ -85,7 +85,7 @@ def _places(index: IntB, order: Array) -> Array:
 
 
 def _check(s: Settings) -> Iterable[Problem]:
-    yield from check_epsilon(s)
+    yield from check_group_epsilon(s)
     if s["keep"] < 2:
         yield "keep", "must be 2 or more: a sample that is kept alone is compared with no other"
     if s["metric"] not in METRICS:

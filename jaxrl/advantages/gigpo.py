@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.advantages.grpo import counted_rows
-from jaxrl.advantages.row import Estimator, Problem, Settings, check_epsilon
+from jaxrl.advantages.row import Estimator, Problem, Settings, check_group_epsilon
 from jaxrl.array_ops import (
     Array,
     BoolB,
@@ -102,7 +102,7 @@ def turn_returns(rewards: FloatB, goes_on: BoolB, gamma: float) -> FloatB:
 
 
 def _check(s: Settings) -> Iterable[Problem]:
-    yield from check_epsilon(s)
+    yield from check_group_epsilon(s)
     if not s["step_weight"] >= 0:
         yield "step_weight", "must not be negative: good turns would be punished; e.g. 1.0"
     if not 0 <= s["step_gamma"] <= 1:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.advantages.row import Estimator, check_epsilon, relative
+from jaxrl.advantages.row import Estimator, check_group_epsilon, relative
 from jaxrl.array_ops import (
     Array,
     BoolB,
@@ -95,5 +95,5 @@ ROW = Estimator(
     lambda s, group: f"A = {relative(s)}, {group}",
     paper="https://arxiv.org/abs/2402.03300",
     alone="the reward itself",
-    check=check_epsilon,
+    check=check_group_epsilon,
 )

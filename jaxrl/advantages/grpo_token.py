@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl.advantages.grpo import counted_rows, group_relative
-from jaxrl.advantages.row import Estimator, check_epsilon, relative
+from jaxrl.advantages.row import Estimator, check_group_epsilon, relative
 from jaxrl.array_ops import BoolB, FloatBT, IntB, MaskBT, assert_per_token, discounted_sums
 
 
@@ -57,5 +57,5 @@ ROW = Estimator(
     paper="https://arxiv.org/abs/2402.03300",
     per_token=True,
     alone="the reward itself",
-    check=check_epsilon,
+    check=check_group_epsilon,
 )

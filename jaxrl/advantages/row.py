@@ -64,6 +64,11 @@ def check_epsilon(settings: Settings) -> Iterable[Problem]:
         yield "epsilon", "must be positive: equal scores have the deviation 0; e.g. 1e-6"
 
 
+def check_group_epsilon(settings: Settings) -> Iterable[Problem]:
+    """Yield what is wrong with an epsilon beside a group's deviation, where that divides."""
+    return check_epsilon(settings) if settings["grpo_norm_by_std"] else ()
+
+
 def check_small_epsilon(settings: Settings) -> Iterable[Problem]:
     """Yield what is wrong with an epsilon beside a divisor that is asked whether it is 0."""
     if not settings["epsilon"] >= 0:

@@ -19,6 +19,7 @@ from typing import Any
 from jaxrl.config.dataclass_config import BaseConfig, field_markers, field_values, is_config
 from jaxrl.config_error import fail
 
+NO_BOUND = 1e9  # as good as none
 _CONTROL = ("Cc", "Zl", "Zp")  # categories of Unicode: control, line and paragraph separators
 
 
@@ -77,7 +78,8 @@ def check_finite(field: str, value: Any) -> None:
     """
     _check_number(field, value)
     if isinstance(value, float) and math.isinf(value):
-        fail(field, value, "is not finite; set a number, a large one such as 1e9 for no bound")
+        no_bound = f"{NO_BOUND:g}"
+        fail(field, value, f"is not finite; set a number, a large one, {no_bound}, for no bound")
 
 
 def _check_number(field: str, value: Any) -> None:

@@ -11,6 +11,7 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.config_error import fail
 
 ACCELERATORS = "tpu", "gpu", "cuda"
 # What a flax module of the user's may not be able to do.
@@ -39,9 +40,13 @@ def settle_ids(
         config: is not changed.
         of_tokenizer, of_model: numbers of ids.
         recorded: see `settle`; a run goes on with what it began with, if that is all ids, too.
+
+    Raises:
+        ConfigError: another engine samples, and ids would be left out.
     """
     fields, source = recorded
     if config.trainer.policy.known_ids is not None:
+        _check_known(config, config.trainer.policy.known_ids, of_model)
         return Settled(config, [])
     if source:
         chosen, why = fields.get(cfg.KNOWN_IDS, "auto"), f"as in {source}"
@@ -51,8 +56,20 @@ def settle_ids(
         why = f"those of the tokenizer, of {of_model} of the model"
     if chosen is None:
         return Settled(config, [])
+    _check_known(config, chosen, of_model)
     line = f"known_ids={chosen}: {why}"
     return Settled(cfg.apply_overrides(config, {cfg.KNOWN_IDS: chosen}), [line])
+
+
+def _check_known(config: cfg.TrainConfig, known: int, of_model: int) -> None:
+    if known < of_model and not cfg.leaves_out_ids(config):
+        backend = config.generator.inference_engine.backend
+        fix = (
+            f"an engine of generator.inference_engine.backend={backend!r} draws of all {of_model} "
+            "ids of the model, and those left out would be scored as impossible; sample with "
+            "jaxrl's own engine, or begin a new run without it"
+        )
+        fail(cfg.KNOWN_IDS, known, fix)
 
 
 def settle(

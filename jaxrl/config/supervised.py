@@ -86,6 +86,8 @@ def validate_sft(config: TrainConfig, num_devices: int = 1, num_processes: int =
     if (replay := resolved.trainer.policy.router_replay) != "off":
         fix = "there is no sampler whose experts could be replayed; set it to 'off'"
         fail("trainer.policy.router_replay", replay, fix)
+    if (known := resolved.trainer.policy.known_ids) is not None:
+        fail("trainer.policy.known_ids", known, "nothing is drawn here, and all ids are scored")
     if resolved.trainer.policy.record_memory:
         fail("trainer.policy.record_memory", True, "is of reinforcement learning; set it to False")
 

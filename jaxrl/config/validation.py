@@ -83,7 +83,8 @@ def validate(config: TrainConfig, num_devices: int = 1, num_processes: int = 1) 
     """
     config = resolve(config)
     if config.sft != SFTConfig():
-        fail("sft", config.sft, "is for `python -m jaxrl.sft` alone; leave it at its defaults")
+        changed = {k: x for k, x in flatten(config.sft).items() if x != flatten(SFTConfig())[k]}
+        fail("sft", changed, "is for `python -m jaxrl.sft` alone; leave it at its defaults")
     check_fields(config)
     check_processes(config, num_devices, num_processes)
     ranges = check_placement(config, num_devices // num_processes)
@@ -457,7 +458,10 @@ def _check_estimator(algorithm: AlgorithmConfig) -> None:
         if not 0 <= (value := given.get(name, 1.0)) <= 1:
             fail(f"{group}.{name}", value, "must be in [0, 1]; 1.0 is no discount")
     if row:
-        settings = row.hyperparameters(given)
+        settings = {
+            "grpo_norm_by_std": algorithm.grpo_norm_by_std,
+            **row.hyperparameters(given),
+        }
         for name, fix in row.check(settings):
             fail(f"{group}.{name}", settings[name], fix)
 

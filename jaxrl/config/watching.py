@@ -1,11 +1,12 @@
 """Config of what a run says of itself: its display, alarms, callbacks, profiles."""
 
+import difflib
 import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from jaxrl.config import given
-from jaxrl.config.constraints import Constraint, check_choice, must, one_of
+from jaxrl.config.constraints import Constraint, must, one_of
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config_error import fail
 
@@ -26,7 +27,10 @@ _from_one = must(lambda steps: min(steps, default=1) >= 1, "steps are numbered f
 @Constraint
 def _check_thresholds(field: str, thresholds: dict[str, float | None]) -> None:
     for name, threshold in thresholds.items():
-        check_choice(f"{field}.{name}", name, ALARMS)
+        if name not in ALARMS:
+            near = difflib.get_close_matches(name, ALARMS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            fail(f"{field}.{name}", threshold, f"no such alarm, only {', '.join(ALARMS)}{hint}")
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
         if threshold is not None and (not number or not math.isfinite(threshold)):
             fail(f"{field}.{name}", threshold, "must be a number, or None (off)")

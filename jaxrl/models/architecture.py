@@ -94,6 +94,27 @@ class Latent:
     norm_eps: float = 1e-6  # of both vectors, whatever that of the layers
 
 
+class OriginTensors(NamedTuple):
+    """Say how the tensors of an export lie in the folder that the model was read from.
+
+    Attributes:
+        dtypes: of those that the model has, by the name in `hf_shapes`; of safetensors.
+        stacked_experts: one holds all experts of a layer, see `weight_map`.
+        prefix: what stands there for the first part of a name, as "model.".
+        others: bytes of those that the model does not have, by their name there.
+    """
+
+    dtypes: Mapping[str, str]
+    stacked_experts: bool
+    prefix: Mapping[str, str]
+    others: Mapping[str, int]
+
+    def renamed(self, name: str) -> str:
+        """Return the name there of one in `hf_shapes`."""
+        first = next((p for p in self.prefix if name.startswith(p)), "")
+        return self.prefix.get(first, "") + name.removeprefix(first)
+
+
 @dataclass(frozen=True)
 class Origin:
     """Hold what an export keeps of the folder that a model was read from.
@@ -102,13 +123,13 @@ class Origin:
         folder: path or hub id.
         config: its config.json, with what the run put into it.
         generation: its generation_config.json; empty without one.
-        weights: its weights are the model's; False = those are random.
+        tensors: how its weights lie there; None = the model's are random.
     """
 
     folder: str
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
-    weights: bool = True
+    tensors: OriginTensors | None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,15 +25,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxrl.files import FolderError
+from jaxrl.models.architecture import Origin, OriginTensors
 from jaxrl.models.families import changed_config, config_to_hf, text_alone, with_dtype
 from jaxrl.models.hf import (
     EMBEDDINGS,
     INDEX_FILE,
     SINGLE_FILE,
-    OriginTensors,
     local_folder,
-    origin_tensors,
     read_json,
+    tensors_beside,
 )
 from jaxrl.models.transformer import Params, TransformerConfig
 from jaxrl.models.weights import hf_shapes, params_to_hf
@@ -69,6 +68,7 @@ def save_pretrained(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     dtype: str | None = None,
+    with_others: bool = True,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -88,44 +88,56 @@ def save_pretrained(
         dtype: of all weights, a name such as "bfloat16"; None: each tensor has that of its origin,
             or float32 where there is none, as where weights are random. Quantised weights, which
             are not written, become bfloat16.
+        with_others: copy what the origin has and the forward does not read.
         overwrite: replace `folder`, with everything in it.
         max_shard_bytes: larger weights are split into files of at most this size (a single tensor
             may be larger) with an index, as transformers does.
 
     Raises:
         FileExistsError: `folder` exists and `overwrite` is False.
-        ValueError: no Hugging Face family has this config, see `config_to_hf`, `changed_config`.
+        FolderError: the origin, of which tensors are to be copied, is gone.
+        ValueError: see `exported_configs`.
     """
-    trunk = dataclasses.replace(config, value_head=None, known_ids=None)
-    hf_config, generation = _configs(trunk, tokenizer)
-    with origin_tensors(config) as there:
-        if jax.process_index() != 0:
-            for _ in params_to_hf(config, params, there.stacked_experts):  # takes part in gathering
-                pass
-            return
-        with whole_folder(Path(folder), overwrite=overwrite) as new:
-            named = dtype or DTYPES[there.dtypes.get(EMBEDDINGS, "F32")]
-            write_json(new / "config.json", with_dtype(hf_config, named))
-            write_json(new / "generation_config.json", generation)
-            (new / "README.md").write_text(_card(config, named), encoding="utf-8")
-            _write_weights(new, config, params, dtype, there, max_shard_bytes)
-            if there.others and config.origin is not None:
-                for path in local_folder(config.origin.folder).glob(PROCESSORS):
-                    shutil.copyfile(path, new / path.name)
-            if tokenizer is not None:
-                save_tokenizer(tokenizer, new)
+    hf_config, generation = exported_configs(config, tokenizer)
+    origin = config.origin or Origin("", {}, {}, None)
+    there = origin.tensors or OriginTensors({}, False, {}, {})
+    if not with_others:
+        there = there._replace(others={})
+    if jax.process_index() != 0:
+        for _ in params_to_hf(config, params, there.stacked_experts):  # takes part in gathering
+            pass
+        return
+    with (
+        tensors_beside(origin, there.others) as others,
+        whole_folder(Path(folder), overwrite=overwrite) as new,
+    ):
+        named = dtype or DTYPES[there.dtypes.get(EMBEDDINGS, "F32")]
+        write_json(new / "config.json", with_dtype(hf_config, named))
+        write_json(new / "generation_config.json", generation)
+        (new / "README.md").write_text(_card(config, named), encoding="utf-8")
+        _write_weights(new, config, params, dtype, there, others, max_shard_bytes)
+        if there.others:
+            for path in local_folder(origin.folder).glob(PROCESSORS):
+                shutil.copyfile(path, new / path.name)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, new)
 
 
-def _configs(
+def exported_configs(
     config: TransformerConfig, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Return config.json, but for the dtype of the weights, and generation_config.json."""
+    """Return config.json, but for the dtype of the weights, and generation_config.json.
+
+    Raises:
+        ValueError: no Hugging Face family has this config, see `config_to_hf`, `changed_config`.
+    """
+    config = dataclasses.replace(config, value_head=None, known_ids=None)
     ids = {kind: None if tokenizer is None else getattr(tokenizer, kind) for kind in TOKENS}
     origin = config.origin
     if origin is None:
         hf_config = config_to_hf(config, **_context_length(tokenizer)) | ids
     else:
-        base = origin.config if origin.weights else text_alone(origin.config)
+        base = origin.config if origin.tensors else text_alone(origin.config)
         hf_config = changed_config(config, base)
     if origin is not None and origin.generation:
         return hf_config, origin.generation
@@ -137,7 +149,7 @@ def _configs(
 def _card(config: TransformerConfig, dtype: str) -> str:
     """Return the folder's model card: what was trained, and what of it is rounded away."""
     origin = config.origin
-    start = "random weights" if origin is None or not origin.weights else origin.folder
+    start = "random weights" if origin is None or not origin.tensors else origin.folder
     if dtype not in SIGNIFICANT_BITS:
         rounded = "as training held them; nothing is rounded."
     else:
@@ -207,22 +219,23 @@ def _write_weights(
     params: Params,
     dtype: str | None,
     there: OriginTensors,
+    others: Iterator[np.ndarray],
     max_shard_bytes: int,
 ) -> None:
     """Write the tensors of the parameters, as they lie in the origin, and the others there."""
     default, stacked = there.dtypes.get(EMBEDDINGS, "F32"), there.stacked_experts
+    known = {f"{config.value_head}.weight": "F32", **there.dtypes}  # one that was drawn is float32
     dtypes = {
-        name: jnp.dtype(dtype or DTYPES[there.dtypes.get(name, default)])
+        name: jnp.dtype(dtype or DTYPES[known.get(name, default)])
         for name in hf_shapes(config, stacked)
     }
     sizes = {
         there.renamed(name): dtypes[name].itemsize * math.prod(shape)
         for name, shape in hf_shapes(config, stacked).items()
     }
-    sizes |= {name: _bytes(x) for name, x in there.others.items()}
+    sizes |= there.others
     shards = _plan(sizes, max_shard_bytes)
     ours = (x.astype(dtypes[name]) for name, x in params_to_hf(config, params, stacked))
-    others = (x[:] for x in there.others.values())
     tensors = itertools.chain(ours, others)  # in the order of the plan
     for file, names in shards.items():
         # names come first: zip takes no tensor that belongs to the next file
@@ -231,12 +244,6 @@ def _write_weights(
         index = {name: file for file, names in shards.items() for name in names}
         total = {"total_size": sum(sizes.values())}
         write_json(folder / INDEX_FILE, {"metadata": total, "weight_map": index})
-
-
-def _bytes(x: Any) -> int:
-    """Return the bytes of a tensor in a file, whose dtype is named as "BF16" is, or "BOOL"."""
-    bits = re.search(r"\d+", x.get_dtype())
-    return math.prod(x.get_shape()) * (int(bits[0]) if bits else 8) // 8
 
 
 def _plan(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:

@@ -6,13 +6,15 @@ before the next is read: a host holds at most the slices of one leaf that its ow
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -21,7 +23,8 @@ import numpy as np
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from jaxrl.models.architecture import NOT_OF_WEIGHTS, Origin
+from jaxrl.files import FolderError
+from jaxrl.models.architecture import NOT_OF_WEIGHTS, Origin, OriginTensors
 from jaxrl.models.families import TIED, config_from_hf, text_config, with_entries
 from jaxrl.models.mxfp4 import with_mxfp4
 from jaxrl.models.transformer import (
@@ -96,12 +99,12 @@ def load_config(
         raise ModelError(f"{folder}/{error}") from error
     rope = ("rope_scaling", "rope_theta")  # of several forms, which an export writes
     entries = {k: x for k, x in changes.items() if k not in rope}
-    origin = Origin(
-        str(folder),
-        with_entries(hf_config, entries),
-        load_generation_config(folder),
-        weights=not random_init and _has_weights(path.parent),
-    )
+    tensors = None
+    if not random_init and _has_weights(path.parent):
+        with suppress(ModelError):  # which loading them says
+            tensors = _origin_tensors(folder, config)
+    generation = load_generation_config(folder)
+    origin = Origin(str(folder), with_entries(hf_config, entries), generation, tensors)
     return dataclasses.replace(config, origin=origin)
 
 
@@ -188,7 +191,7 @@ def load_params(
         slices = _of_text(tensors)
         stacked = _stacks_experts(slices, config)
         _check_tensors(folder, config, slices, hf_shapes(config, stacked), unread)
-        if config.tie_embeddings and HEAD in slices and HEAD not in unread:
+        if config.tie_embeddings and not config.value_head and HEAD in slices.keys() - set(unread):
             _check_tie(folder, slices[HEAD], slices[EMBEDDINGS])
         weights = treedef.flatten_up_to(weight_map(config, stacked))
         leaves = [
@@ -222,41 +225,11 @@ def _stacks_experts(slices: dict[str, Any], config: TransformerConfig) -> bool:
     return any(n.startswith("model.layers.") and n.endswith(STACKED_EXPERTS) for n in slices)
 
 
-class OriginTensors(NamedTuple):
-    """Say how the tensors of an export lie in the folder that the model was read from.
-
-    Attributes:
-        dtypes: of those that the model has, by the name in `hf_shapes`; of safetensors.
-        stacked_experts: one holds all experts of a layer, see `weight_map`.
-        prefix: what stands there for the first part of a name, as "model.".
-        others: those that the model does not have, by their name there.
-    """
-
-    dtypes: dict[str, str]
-    stacked_experts: bool
-    prefix: dict[str, str]
-    others: dict[str, Any]
-
-    def renamed(self, name: str) -> str:
-        """Return the name there of one in `hf_shapes`."""
-        first = next((p for p in self.prefix if name.startswith(p)), "")
-        return self.prefix.get(first, "") + name.removeprefix(first)
-
-
-@contextmanager
-def origin_tensors(config: TransformerConfig) -> Iterator[OriginTensors]:
-    """Hold what is known of the tensors of a model's origin; nothing where its weights are random.
-
-    Raises:
-        FileNotFoundError, ModelError: the folder is not there any more.
-    """
-    if config.origin is None or not config.origin.weights:
-        yield OriginTensors({}, False, {}, {})
-        return
-    with _open_tensors(config.origin.folder) as tensors:
+def _origin_tensors(folder: str | os.PathLike[str], config: TransformerConfig) -> OriginTensors:
+    """Return how the tensors of a folder lie there."""
+    with _open_tensors(folder) as tensors:
         found = _of_text(tensors)
         stacked = _stacks_experts(found, config)
-        names = [name for name in hf_shapes(config, stacked) if name in found]
         prefix = {
             ours: theirs
             for theirs, ours in TEXT_PREFIXES.items()
@@ -264,12 +237,40 @@ def origin_tensors(config: TransformerConfig) -> Iterator[OriginTensors]:
         }
         if "language_model.model." in prefix.values():  # transformers 4 has the head there, too
             prefix["lm_head."] = "language_model.lm_head."
-        yield OriginTensors(
-            {name: found[name].get_dtype() for name in names},
-            stacked,
-            prefix,
-            {name: x for name, x in tensors.items() if _is_beside(config, text_name(name))},
-        )
+        names = [name for name in hf_shapes(config, stacked) if name in found]
+        dtypes = {name: found[name].get_dtype() for name in names}
+        beside = [name for name in tensors if _is_beside(config, text_name(name))]
+        return OriginTensors(dtypes, stacked, prefix, {n: _bytes(tensors[n]) for n in beside})
+
+
+def _bytes(x: Any) -> int:
+    """Return the bytes of a tensor in a file, whose dtype is named as "BF16" is, or "BOOL"."""
+    bits = re.search(r"\d+", x.get_dtype())
+    return math.prod(x.get_shape()) * (int(bits[0]) if bits else 8) // 8
+
+
+@contextmanager
+def tensors_beside(origin: Origin, names: Collection[str]) -> Iterator[Iterator[np.ndarray]]:
+    """Hold tensors of a model's origin that it does not have, one after the other.
+
+    Raises:
+        FolderError: they are not there any more.
+    """
+    if not names:
+        yield iter(())
+        return
+    with ExitStack() as stack:
+        try:
+            tensors = stack.enter_context(_open_tensors(origin.folder))
+            found = [tensors[name] for name in names]
+        except (FileNotFoundError, ModelError, KeyError) as error:
+            raise FolderError(
+                f"{origin.folder}, which training began from, has tensors that an export copies "
+                f"({', '.join(itertools.islice(names, 2))}, ...), and they cannot be read any more "
+                f"({error}); put it back, then start again: a run goes on from its newest "
+                "checkpoint"
+            ) from error
+        yield (x[:] for x in found)
 
 
 def load_or_init(

@@ -259,13 +259,13 @@ def _patterns(lora: LoraConfig) -> dict[str, Any]:
 def _sees_pictures(lora: LoraConfig) -> bool:
     """Return whether the base has a part for pictures, and the text model is inside of it."""
     origin = lora.model.origin
-    return origin is not None and origin.config["model_type"] in MULTIMODAL
+    return bool(origin and origin.tensors) and origin.config["model_type"] in MULTIMODAL
 
 
 def _in_base(lora: LoraConfig, name: str, served: bool) -> str:
     """Return the name of a tensor as its module is named in the base."""
     ours, origin = f"{PREFIX}model.", lora.model.origin
-    if origin is None or origin.config["model_type"] not in MULTIMODAL or not name.startswith(ours):
+    if origin is None or not _sees_pictures(lora) or not name.startswith(ours):
         return name
     if origin.config["model_type"] in WITHOUT_PICTURES and not served:
         return name

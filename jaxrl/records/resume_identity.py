@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl import config as cfg
+from jaxrl.config.constraints import NO_BOUND
 from jaxrl.functions import present_path
 
 # What may change between a run and its continuation: where things go, how often, how far.
@@ -86,9 +88,15 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[
 
     Those of MAY_CHANGE are left out.
 
-    A field that is newer than the old config was at its default.
+    A field that is newer than the old config was at its default. Infinite bounds, which are refused
+    by now, are as good as the large ones that an error names in their place.
     """
     before, now = _flat(old), _flat(new)
+    for key, value in before.items():
+        if isinstance(value, float) and math.isinf(value):
+            here = now.get(key)
+            large = isinstance(here, int | float) and math.copysign(1, value) * here >= NO_BOUND
+            before[key] = here if large else value
     defaults = _flat(cfg.get_config_as_dict(cfg.TrainConfig()))
     newer = {key: value for key, value in defaults.items() if key in now and key not in before}
     return {

@@ -17,6 +17,7 @@ import yaml
 from etils import epath
 
 from jaxrl import activity, config as cfg
+from jaxrl.config.platform import KNOWN_IDS
 from jaxrl.files import (
     FolderError,
     as_path,
@@ -294,6 +295,8 @@ def _other_records(folder: Path, config: dict[str, Any]) -> str | None:
     if not isinstance(old, dict):
         return "a run whose config.yaml is no config"
     changed = changed_fields(old, config)
+    if "known_ids" not in old.get("trainer", {}).get("policy", {}):
+        changed.pop(KNOWN_IDS, None)  # of a version without: nothing of that run goes on here
     return f"a run with another config; (there, this run): {changed}" if changed else None
 
 

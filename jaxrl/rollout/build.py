@@ -193,12 +193,15 @@ def model_writer(
     """Write parameters without adapters as a Hugging Face folder.
 
     vLLM computes in one data type, in which it gets all of them; the native sampler keeps some in
-    float32. vLLM 0.32 does not reload a head that is the embeddings; it gets one of its own.
+    float32, and has no use for what its forward does not read. vLLM 0.32 does not reload a head
+    that is the embeddings; it gets one of its own.
     """
     engine = config.generator.inference_engine
     is_vllm = engine.backend == "vllm"
     dtype = cfg.engine_dtype(engine) if is_vllm else "float32"
-    save = functools.partial(save_pretrained, tokenizer=tokenizer, dtype=dtype, overwrite=True)
+    save = functools.partial(
+        save_pretrained, tokenizer=tokenizer, dtype=dtype, with_others=is_vllm, overwrite=True
+    )
 
     def write(params: Params, folder: Path) -> None:
         save(folder, *(untied(model, params) if is_vllm else (model, params)))

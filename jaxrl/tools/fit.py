@@ -176,14 +176,15 @@ def _identity(config: cfg.TrainConfig) -> str:
     judges = [import_call(path, "reward function") for path in paths]
     if ":" in name and name.partition(":")[0] not in ADAPTERS:
         judges.append(load(name))
-    algorithm = config.trainer.algorithm
+    algorithm, model = config.trainer.algorithm, cfg.get_config_as_dict(config.trainer.policy.model)
+    del model["lora"]["merge_exports"]  # says what is written of a run, not what the run is
     loss = PolicyLossRegistry.resolve(algorithm.policy_loss_type)
     estimator = AdvantageEstimatorRegistry.resolve(algorithm.advantage_estimator)
     # rows that were given are named by what they hold
     sources = [source for source in config.data.train_data if not isinstance(source, GivenRows)]
     parts = [
         changed_fields(usual, values),
-        cfg.get_config_as_dict(config.trainer.policy.model),
+        model,
         [_content(function) for function in (loss, estimator, *judges)],
         [fingerprint(list(read_rows(source))) for source in sources],
     ]

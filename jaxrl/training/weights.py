@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrl import config as cfg
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.export import save_pretrained
+from jaxrl.models.export import exported_configs, save_pretrained
 from jaxrl.models.linear import merge
 from jaxrl.models.lora import TRAINED_WHOLE, LoraConfig, attach, lora_config
 from jaxrl.models.peft_format import check_adapter, save_adapter
@@ -145,7 +145,9 @@ class Weights:
         return self.lora is not None and not merged
 
     def check_export(self) -> None:
-        """Refuse adapters that PEFT would not read as they were trained.
+        """Refuse what no export could be made of, now and not when the first is due.
+
+        These are adapters that PEFT would not read as they were trained, and models of no family.
 
         Raises:
             ValueError: names what to set.
@@ -153,6 +155,8 @@ class Weights:
         if self._exports_adapters:
             assert self.lora is not None
             check_adapter(self.lora)
+        elif isinstance(self.model, TransformerConfig):
+            exported_configs(self.model, None)
 
     def export(self, folder: str | os.PathLike[str], trained: Params, tokenizer: Any) -> None:
         """Write a Hugging Face folder, or a PEFT folder of the adapters that names the base."""

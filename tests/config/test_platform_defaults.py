@@ -130,6 +130,16 @@ def test_the_ids_of_a_new_run(model, tmp_path, changes, sizes, expected):
     assert len(lines) == (expected == 48)
 
 
+def test_ids_are_not_left_out_where_another_engine_samples(model, tmp_path):
+    vllm = {"generator.inference_engine.backend": "vllm"}
+    config = cfg.apply_overrides(config_of(model, tmp_path), vllm)
+    recorded = {"trainer.policy.known_ids": 48}, "a checkpoint"  # of jaxrl's own engine
+    asked = cfg.apply_overrides(config, {"trainer.policy.known_ids": 48})
+    for given in ((config, 48, 64, recorded), (asked, 48, 64)):
+        with pytest.raises(ValueError, match=r"known_ids=48: an engine of .*='vllm' draws of all"):
+            settle_ids(*given)
+
+
 def test_a_flax_module_is_left_alone(tmp_path):
     settled, lines = settle(config_of("tokenizer/only", tmp_path), "tpu", own_model=True)
     off = {"trainer.flash_attn": False, "trainer.use_sample_packing": False}

@@ -149,7 +149,7 @@ def test_fields_of_a_user_class_are_not_judged():
         ),
         (
             {"trainer.watching.thresholds": {"entropy_colapse": 0.1}},
-            r"thresholds.entropy_colapse='entropy_colapse': .* mean 'entropy_collapse'\?",
+            r"thresholds.entropy_colapse=0.1: no such alarm, .* mean 'entropy_collapse'\?",
         ),
         (
             {"trainer.watching.thresholds": {"not_finite": float("nan")}},

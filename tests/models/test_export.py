@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import os
 import re
 import resource
 from pathlib import Path
@@ -328,8 +329,16 @@ def test_a_model_that_sees_pictures_is_written_whole(model_type, tmp_path):
         re.sub(f"^({'|'.join(starts)})", lambda m: starts[m[0]], k): x for k, x in wanted.items()
     }
     save_file(named, base / SINGLE_FILE, metadata={"format": "pt"})
-    save_pretrained(out, config, params, overwrite=True)
+    later = load_config(base)
+    save_pretrained(out, later, params, overwrite=True)
     assert load_file(out / SINGLE_FILE).keys() == named.keys()
+    save_pretrained(tmp_path / "without", later, params, with_others=False)
+    assert not [k for k in load_file(tmp_path / "without" / SINGLE_FILE) if "vision" in k]
+    os.rename(base / SINGLE_FILE, tmp_path / "away")
+    with pytest.raises(FolderError, match=r"base, which training began from, .*put it back"):
+        save_pretrained(out, later, params, overwrite=True)
+    assert load_file(out / SINGLE_FILE).keys() == named.keys()
+    os.rename(tmp_path / "away", base / SINGLE_FILE)
 
     # random weights have no tower: a model of text alone
     (base / SINGLE_FILE).unlink()
@@ -337,6 +346,29 @@ def test_a_model_that_sees_pictures_is_written_whole(model_type, tmp_path):
     assert exported(base, tmp_path / "text")["model_type"] == alone
     assert load_config(tmp_path / "text") == config
     AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+
+
+def test_an_export_of_text_needs_nothing_of_its_base_any_more(folder, tmp_path):
+    config = load_config(folder)
+    params = load_params(folder, config)
+    save_pretrained(tmp_path / "before", config, params)
+    os.rename(folder, tmp_path / "away")
+    save_pretrained(tmp_path / "after", config, params)
+    for name in ("config.json", SINGLE_FILE):
+        before, after = (tmp_path / side / name for side in ("before", "after"))
+        assert before.read_bytes() == after.read_bytes()
+
+
+def test_a_value_head_that_was_drawn_is_written_in_float32(folder, tmp_path):
+    in_bfloat16 = dataclasses.replace(load_config(folder))
+    save_pretrained(
+        tmp_path / "base", in_bfloat16, load_params(folder, in_bfloat16), dtype="bfloat16"
+    )
+    critic = dataclasses.replace(load_config(tmp_path / "base"), value_head="score")
+    save_pretrained(tmp_path / "critic", critic, init_params(critic, 0))
+    found = load_file(tmp_path / "critic" / SINGLE_FILE)
+    assert found["score.weight"].dtype == np.float32
+    assert {str(x.dtype) for name, x in found.items() if name != "score.weight"} == {"bfloat16"}
 
 
 def test_experts_that_lie_in_one_tensor_do_so_in_the_export(tmp_path):

@@ -29,6 +29,31 @@ def leave_records(folder, config, lines='{"step": 1}\n'):
     return run
 
 
+def test_a_bound_that_was_infinite_goes_on_as_the_large_one_that_is_asked_for():
+    name = "trainer.policy.optimizer_config.max_grad_norm"
+    old, new = (cfg.get_config_as_dict(cfg.TrainConfig()) for _ in range(2))
+    settings = old["trainer"]["policy"]["optimizer_config"]
+    settings["max_grad_norm"] = float("inf")
+    now = new["trainer"]["policy"]["optimizer_config"]
+    now["max_grad_norm"] = 1e9
+    assert not changed_fields(old, new)
+    now["max_grad_norm"] = 1.0
+    assert changed_fields(old, new) == {name: (float("inf"), 1.0)}
+    settings["max_grad_norm"] = -float("inf")
+    assert changed_fields(old, new) == {name: (-float("inf"), 1.0)}
+
+
+def test_a_run_without_known_ids_that_left_no_checkpoint_may_begin_again_with_them(tmp_path):
+    run = leave_records(tmp_path, config_of(tmp_path))
+    old = yaml.safe_load((run / "config.yaml").read_text())
+    del old["trainer"]["policy"]["known_ids"]
+    (run / "config.yaml").write_text(yaml.safe_dump(old))
+    again = config_of(tmp_path, **{"trainer.policy.known_ids": 40})
+    refuse_records_of_another(again)
+    with pytest.raises(FolderError, match="another config"):
+        refuse_records_of_another(cfg.apply_overrides(again, {LR: 2e-6}))
+
+
 def test_another_config_is_refused_with_folder_difference_and_fix(tmp_path):
     run = leave_records(tmp_path, config_of(tmp_path, **{LR: 1e-6}))
     with pytest.raises(FolderError) as refused:

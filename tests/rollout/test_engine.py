@@ -604,6 +604,19 @@ def test_what_no_device_can_count_is_refused_and_the_others_are_served(wrong):
     assert len(flat(engine.generate([request()]))[0].tokens) == 12
 
 
+def test_an_error_of_who_is_told_of_tokens_keeps_nobody_else_from_being_served(capsys):
+    engine, told = make(), []
+
+    def tell(number, new):
+        told.append(number)
+        raise KeyError("of the user's")
+
+    asked = dataclasses.replace(request(max_tokens=20), on_tokens=tell)
+    (failing,), (other,) = engine.generate([asked, request(keys=(2,))])
+    assert told and len(failing.tokens) == 20 and len(other.tokens) == 12
+    assert "of the user's" in capsys.readouterr().err
+
+
 def test_an_error_in_a_turn_reaches_whoever_waits_and_the_engine_lives():
     engine = make()
     decode, engine.programs.decode = engine.programs.decode, None

@@ -17,7 +17,10 @@ import subprocess
 import sys
 
 _MEMORY_BYTES = 2 << 30
-_BASE = re.compile(r"(?:\d\s*_[\s{]*|base[\s~}]*)(\d+)")  # 2516_8, 2516 \text{ (base 8)}
+_BASE = re.compile(r"(?:[\d}]\s*_[\s{(]*|base[\s~}]*)(\d+)")  # 2516_8, 2516 \text{ (base 8)}
+_BASE_TEN = re.compile(r"_\s*(?:10(?!\d)|\{\s*10\s*\})")
+_TEXT = re.compile(r"\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?")  # cm^{2}
+_NAME = re.compile(r"\\?[A-Za-z]\w*(?:_\{\w+\})?(?:\s*\([^()]*\))?")  # x_1, x_{1}, f(2)
 _NUMBER = re.compile(
     r"[-+]?(?:[\d,]*\.?\d+(?:\s*/\s*\d+)?|\\[dt]?frac\s*\{?\d+\}?\s*\{?\d+\}?)"  # 1,080 1/2 \frac12
 )
@@ -53,7 +56,7 @@ def is_equal(answer: str, ground_truth: str, seconds: float) -> tuple[bool, str]
         return False, f"no result within {seconds:g} s and {_MEMORY_BYTES >> 30} GB"
     _IDLE.put(process)
     equal, read = found
-    based = set(_BASE.findall(ground_truth)) <= set(_BASE.findall(answer))  # math-verify drops it
+    based = _bases(ground_truth) <= _bases(answer)  # math-verify drops it
     return equal and based and is_worked_out(read, ground_truth), read
 
 
@@ -64,10 +67,17 @@ def is_worked_out(read: str, ground_truth: str) -> bool:
     number: 2^{10} is not paid for 1024. Fractions, roots, units and 1.08 \times 10^3 are, and an
     equation with a number on one side.
     """
-    if not _NUMBER.fullmatch(ground_truth.strip(" $")):
+    if not _NUMBER.fullmatch(_BASE_TEN.sub("", ground_truth).strip(" $")):
         return True
-    sides = re.split(r"=|\\approx", _POWER_OF_TEN.sub(" 0", read))
-    return any(re.search(r"\d", side) and not _LEFT_TO_DO.search(side) for side in sides)
+    plain = _TEXT.sub(" ", _BASE_TEN.sub("", _POWER_OF_TEN.sub(" 0", read)))
+    sides = [side.strip(" $") for side in re.split(r"=|\\approx", plain)]
+    numbers = [side for side in sides if re.search(r"\d", side) and not _NAME.fullmatch(side)]
+    return any(not _LEFT_TO_DO.search(number) for number in numbers)
+
+
+def _bases(text: str) -> set[str]:
+    """Return the bases that a text names; ten is the one of a number that names none."""
+    return set(_BASE.findall(text)) - {"10"}
 
 
 @functools.cache

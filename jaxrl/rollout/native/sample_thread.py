@@ -3,6 +3,7 @@
 import functools
 import itertools
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -240,7 +241,10 @@ class SampleThread(ABC):
                     return
                 done, self._done = self._done, []
             for report in done:
-                report()
+                try:
+                    report()
+                except Exception:  # of `on_tokens`: the others must still hear of theirs
+                    traceback.print_exc()
 
     def _try_turn(self) -> None:
         try:

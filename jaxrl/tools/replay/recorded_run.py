@@ -346,6 +346,7 @@ def _config_of_replay(
     intervals = ("eval_interval", "ckpt_interval", "hf_save_interval", "print_example_interval")
     changes = {
         **{f"trainer.{name}": -1 for name in intervals},
+        "trainer.run_name": "replay",
         "trainer.log_path": folder,
         "trainer.ckpt_path": os.path.join(folder, "checkpoints"),
         "trainer.export_path": folder,

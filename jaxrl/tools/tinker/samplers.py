@@ -187,8 +187,10 @@ class Samplers:
                 )
             except Exception as error:
                 answer = error
-            asked.answered(answer)
-            self._begin()
+            try:
+                asked.answered(answer)
+            finally:  # also where the answer cannot be written: others wait for the place
+                self._begin()
 
         for future in futures:
             future.add_done_callback(over)

@@ -185,6 +185,11 @@ class Service:
             later = self.journal.calls("target = ? AND number > ?", name, model.saved)
             model.calls = {call.number: (call, state) for call, state in later}
             self._models[name] = model
+        left = "SELECT target FROM calls WHERE body IS NOT NULL"  # of models that ended meanwhile
+        for (name,) in self.journal.rows(
+            f"SELECT id FROM models WHERE ended IS NOT NULL AND id IN ({left})"
+        ):
+            self._forget(name)
         self._samples = [call for call, _ in self.journal.calls("kind = 'sample' AND state = 0")]
         self._thread.start()
 
