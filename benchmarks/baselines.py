@@ -313,6 +313,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     task = TASKS[options.task]
     found = recorded(options.task)
+    if not options.out and (options.only or not found):
+        parser.error("nothing is trained without --out=FOLDER" + "; --only is of that" * bool(found))
     if options.out:
         only = [x for x in options.only.split(",") if x]
         found = sweep(
