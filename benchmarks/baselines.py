@@ -314,7 +314,9 @@ def main(argv: Sequence[str]) -> int:
     task = TASKS[options.task]
     found = recorded(options.task)
     if not options.out and (options.only or not found):
-        parser.error("nothing is trained without --out=FOLDER" + "; --only is of that" * bool(found))
+        parser.error(
+            "nothing is trained without --out=FOLDER" + "; --only is of that" * bool(found)
+        )
     if options.out:
         only = [x for x in options.only.split(",") if x]
         found = sweep(
