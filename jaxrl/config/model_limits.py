@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxrl.config.constraints import fail
+from jaxrl.config_error import fail
 
 
 def check_ids(

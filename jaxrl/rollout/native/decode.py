@@ -282,28 +282,31 @@ def decode_layers(
 
 
 def with_places(
-    config: TransformerConfig,
-    params: Params,
-    lora: LoraConfig,
-    places: int,
-    held: Sequence[tuple[Array, Array]] | None = None,
+    config: TransformerConfig, params: Params, lora: LoraConfig, held: Sequence[tuple[Array, Array]]
 ) -> Params:
     """Return the decode layout, not fused, with places for adapters at their matrices.
 
     Args:
-        held: what is in the places, of `in_places`; None = nothing.
+        held: what is in the places, of `empty_places` or `in_places`.
     """
     params = {**params, STACKED: tuple(map(dict, params[STACKED]))}
-    pairs = iter(held or ())
+    homes = [home for leaf in adapter_specs(lora) for home in _homes(config, params, leaf)]
+    for (home, name, _), pair in zip(homes, held, strict=True):
+        home[name] = LoraStack(home[name], *pair)
+    return params
+
+
+def empty_places(
+    config: TransformerConfig, params: Params, lora: LoraConfig, places: int
+) -> list[tuple[Array, Array]]:
+    """Return places for adapters with nothing in them, at each of their matrices."""
+    found = []
     for leaf, pair in adapter_specs(lora).items():
         for home, name, at in _homes(config, params, leaf):
-            w, (*inputs, rank) = home[name], pair["a"].shape[len(at) :]
-            empty = (
-                jnp.zeros((*inputs, places, rank), w.dtype),
-                jnp.zeros((places, *pair["b"].shape[len(at) :]), w.dtype),
-            )
-            home[name] = LoraStack(w, *next(pairs, empty))
-    return params
+            (*inputs, rank), dtype = pair["a"].shape[len(at) :], home[name].dtype
+            a = jnp.zeros((*inputs, places, rank), dtype)
+            found.append((a, jnp.zeros((places, *pair["b"].shape[len(at) :]), dtype)))
+    return found
 
 
 def in_places(

@@ -495,8 +495,9 @@ class Programs:
         self._let_go()  # two decode copies never live together
         self.params = self.functions.load(params, self.group_bytes)
         if self.places and self.lora is not None:
-            known = self.config, self.params, self.lora, self.places
-            self.params = device.with_places(*known, self._adapters)
+            known = self.config, self.params, self.lora
+            held = self._adapters or device.empty_places(*known, self.places)
+            self.params = device.with_places(*known, held)
 
     def _let_go(self) -> None:
         """Free the weights; adapters, which are small, are kept for those that come next."""
