@@ -6,6 +6,7 @@ import socket
 import threading
 
 CONNECT_SECONDS = 10.0
+MOST = 512  # connections that are held; a job has one for each of its hosts
 
 
 class Lifeline:
@@ -40,7 +41,24 @@ class Lifeline:
         """Take whoever comes, so that connections of others do not keep hosts waiting."""
         with contextlib.suppress(OSError):  # it is closed
             while True:
-                self._held.append(self._listener.accept()[0])
+                end = self._listener.accept()[0]
+                gone = [held for held in self._held if _has_gone(held)]
+                self._held = [held for held in self._held if held not in gone]
+                for held in gone if len(self._held) < MOST else (*gone, end):
+                    held.close()
+                if end.fileno() != -1:
+                    self._held.append(end)
+
+
+def _has_gone(end: socket.socket) -> bool:
+    """Tell whether the other end is closed; hosts say nothing until then."""
+    end.setblocking(False)
+    try:
+        return not end.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:  # reset
+        return True
 
 
 def hold_on(address: tuple[str, int]) -> None:

@@ -65,3 +65,20 @@ def test_it_listens_where_hosts_look_for_it_alone():
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", lifeline.address[1]), timeout=10)
     lifeline.close()
+
+
+def test_others_who_come_and_go_leave_nothing(monkeypatch):
+    """Connections of a port scanner, closed or not, use up neither files nor places."""
+    monkeypatch.setattr("jaxrl.cluster.lifeline.MOST", 3)
+    lifeline = Lifeline("127.0.0.1")
+    host = start(HOST, lifeline.address[1])
+    assert host.stdout.readline() == "held\n"
+    for _ in range(50):
+        socket.create_connection(lifeline.address, timeout=10).close()
+    stay = [socket.create_connection(lifeline.address, timeout=10) for _ in range(5)]
+    ended = [end.recv(1) for end in stay[2:]]  # the host and two of these are three
+    assert ended == [b""] * 3
+    assert len(lifeline._held) == 3
+    assert host.poll() is None
+    lifeline.close()
+    assert host.wait(60) == 1

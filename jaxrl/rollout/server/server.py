@@ -119,6 +119,7 @@ class HttpServer:
             from aiohttp import web
 
             from jaxrl.rollout.server.app import ApiRoutes
+            from jaxrl.rollout.server.listening import listen
             from jaxrl.rollout.server.service import Control, Service
         except ImportError as error:
             raise ImportError(EXTRA) from error
@@ -133,17 +134,21 @@ class HttpServer:
             keepalive_timeout=IDLE_SECONDS,
         )
         await runner.setup()
+        listener = None
         try:
             try:
-                await web.TCPSite(runner, *self._address).start()
+                most = self.limits.max_connections
+                listener = await listen(runner, *self._address, most=most)
             except OSError as error:
                 raise _refused(*self._address, error) from error
-            host, port = runner.addresses[0][:2]
+            host, port = listener.sockets[0].getsockname()[:2]
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
             self._started.set_result(None)
             await self._stop.wait()
             service.abort(None)
         finally:
+            if listener is not None:
+                listener.close()
             await runner.cleanup()
             if control is not None:
                 await control.finish()

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxrl.records.ledger import FILE
+from jaxrl.rollout.server.listening import listen
 from jaxrl.tools.report import parts
 from jaxrl.tools.report.blob import inert_json
 from jaxrl.tools.report.find import Query, find
@@ -34,6 +35,7 @@ from jaxrl.tools.report.trajectories import read_step
 from jaxrl.tools.report.vocabulary import Vocabulary, tokenizer_of
 
 PORT = 7007
+MOST_CONNECTIONS = 256
 STEP_ROOM = 32_000_000  # bytes of the trajectories of a step at most
 PAUSES = 1.0, 30.0  # seconds between two looks at the files, at least and at most
 SHARE = 20  # of the time, of which reading takes one part at most
@@ -193,23 +195,28 @@ def serve(
 async def _serve(runs: LiveRuns, host: str, port: int | None) -> None:
     runner = web.AppRunner(app(runs, guarded=host in LOOPBACK), access_log=None)
     await runner.setup()
+    listener = None
     try:
         try:
-            await web.TCPSite(runner, host, PORT if port is None else port).start()
+            wanted = PORT if port is None else port
+            listener = await listen(runner, host, wanted, most=MOST_CONNECTIONS)
         except OSError as error:
             if port is not None:
                 raise ValueError(
                     f"--host={host} --port={port} cannot be had ({error.strerror}): give another "
                     "--port, or 0 for any free one"
                 ) from error
-            await web.TCPSite(runner, host, 0).start()
+            listener = await listen(runner, host, 0, most=MOST_CONNECTIONS)
+        port = listener.sockets[0].getsockname()[1]
         named = f"[{host}]" if ":" in host else host
         names = ", ".join(run.name for run in runs.runs)
-        print(f"http://{named}:{runner.addresses[0][1]}/ shows {names}; Ctrl-C ends it", flush=True)
+        print(f"http://{named}:{port}/ shows {names}; Ctrl-C ends it", flush=True)
         if host not in LOOPBACK:
             print(f"open to everyone who reaches {host}: there is no password", flush=True)
         await asyncio.Event().wait()
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
 
 

@@ -92,6 +92,7 @@ class Server:
     async def _serve(self) -> None:
         from aiohttp import web
 
+        from jaxrl.rollout.server.listening import listen
         from jaxrl.tools.tinker.app import TinkerRoutes
 
         settings, limits = self._config.generator.inference_engine, self._config.tinker
@@ -104,10 +105,11 @@ class Server:
         )
         runner = web.AppRunner(routes.app(), access_log=None, shutdown_timeout=5)
         await runner.setup()
+        listener = None
         try:
             host, port = settings.http_endpoint_host, settings.http_endpoint_port
-            await web.TCPSite(runner, host, port).start()
-            port = runner.addresses[0][1]
+            listener = await listen(runner, host, port, most=self._config.serve.max_connections)
+            port = listener.sockets[0].getsockname()[1]
             self.url = f"http://{host}:{port}"
             self.service.died.add_done_callback(
                 lambda _: self._loop.call_soon_threadsafe(self._stopping.set)
@@ -115,6 +117,8 @@ class Server:
             self._started.set_result(None)
             await self._stopping.wait()
         finally:
+            if listener is not None:
+                listener.close()
             await runner.cleanup()
             await asyncio.to_thread(self.service.stop)
             self.service.journal.close()

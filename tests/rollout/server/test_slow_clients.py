@@ -1,7 +1,9 @@
 """Clients that begin and do not go on: they are waited for, but not without end."""
 
 import asyncio
+import contextlib
 import json
+import resource
 import socket
 from http.client import HTTPResponse
 
@@ -81,3 +83,37 @@ def test_an_answer_that_is_not_read(running, stream):
         until(lambda: handlers(running) == 0)
     assert ask(running, "/health", method="GET")[0] == 200
     assert waiting(running) == 0
+
+
+def health(running):
+    """The status that a new connection gets."""
+    with connect(running) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):  # it was closed before it was read
+            return int(rest(connection).split()[1])
+    return 503
+
+
+def test_more_connections_than_are_taken():
+    """Those beyond the bound are sent away; a place that is free again is given to the next."""
+    with serving(TypingEngine([1, 2]), TOKENIZER, max_connections=3) as running:
+        assert health(running) == 200
+        silent = [connect(running) for _ in range(3)]
+        until(lambda: health(running) == 503)
+        silent.pop().close()
+        until(lambda: health(running) == 200)
+        for connection in silent:
+            connection.close()
+
+
+def test_more_connections_than_open_files(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2000))
+    said = r"max_connections=1900 needs 2156 open files, .* may have 2000: set it to at most 1744"
+    refused = pytest.raises(ValueError, match=said)
+    with refused, serving(TypingEngine([1]), TOKENIZER, max_connections=1900):
+        pass
+    raised = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    with serving(TypingEngine([1]), TOKENIZER, max_connections=1000) as running:
+        assert health(running) == 200
+    assert raised == [(1256, 2000)]
