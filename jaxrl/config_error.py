@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from jaxrl.redaction import redacted
+
 LONGEST = 500  # characters of a value in a message
 
 
@@ -31,7 +33,7 @@ class ConfigError(ValueError):
         config = dataclasses.is_dataclass(self.value) and not isinstance(self.value, type)
         shown = f"{type(self.value).__name__}(...)" if config else repr(self.value)
         shown = shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}..."
-        return f"{self.field}={shown}: {self.remedy}"
+        return redacted(f"{self.field}={shown}: {self.remedy}")
 
     def inside(self, group: str) -> "ConfigError":
         """Return the error of a config that is the field `group` of another one."""

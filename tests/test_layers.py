@@ -15,6 +15,7 @@ ROOT = Path(jaxrl.__file__).parent
 LAYERS = {
     "pytrees": -1,  # what types are made of
     "types": 0,
+    "redaction": -1,  # what errors of configs are shown by
     "config_error": 0,
     "array_ops": 0,
     "files": 0,

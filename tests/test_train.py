@@ -24,6 +24,7 @@ from jaxrl.models import RopeScaling
 from jaxrl.records.batch_file import batch_path, load_batch
 from jaxrl.train import BasePPOExp, exit_status, main, train
 from jaxrl.trainer import Trainer, out_of_collections
+from tests.envs.json_server import JsonServer, serving
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = str(ROOT / "configs" / "quickstart.py")
@@ -508,3 +509,36 @@ def test_an_environment_that_judges_no_row_is_warned_of(tmp_path, capsys):
         "environment.env_class='calculator' judges no row: all 72 name 'sort_digits' in their "
         "column env_class" in " ".join(capsys.readouterr().err.split())
     )
+
+
+def test_the_key_of_a_judge_is_in_no_record(tmp_path, monkeypatch, capfd):
+    """Nor in what is printed, though the server repeats it in its errors."""
+    key = "hunter2 of the judge"
+    monkeypatch.setenv("MY_VARIABLE", key)  # a name that does not tell
+    monkeypatch.setattr("jaxrl.envs.json_request.FIRST_WAIT", 0.001)
+    said = {"choices": [{"message": {"content": "### Final Score: 1"}}]}
+    row = {"prompt": "12>", "env_class": "llm_as_a_judge", "judge_prompt": "Rate {response}"}
+    with serving(JsonServer(lambda question: said)) as server:
+        config = small(
+            tmp_path,
+            **{
+                "data.train_data": [row] * 8,
+                "data.val_data": [],
+                "trainer.max_training_steps": 1,
+                "environment.skyrl_gym.llm_as_a_judge.base_url": server.url,
+                "environment.skyrl_gym.llm_as_a_judge.api_key_env": "MY_VARIABLE",
+                "environment.skyrl_gym.llm_as_a_judge.max_attempts": 1,
+            },
+        )
+        server.answer = lambda question: (
+            said if len(server.keys) % 3 else {"error": f"Incorrect key: {server.keys[-1]}"}
+        )
+        train(config)
+    assert set(server.keys) == {f"Bearer {key}"}
+    assert metric_lines(tmp_path)[-1]["generate/env_errors"] > 0
+    shown = "".join(capfd.readouterr())
+    assert "Incorrect key: Bearer <hidden>" in shown
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name == "config.yaml" for path in written)
+    assert not [path for path in written if b"hunter2" in path.read_bytes()]
+    assert "hunter2" not in shown

@@ -11,6 +11,7 @@ a subclass that gives a field another default keeps its constraints.
 import difflib
 import importlib
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from typing import Any
 
 from jaxrl.config.dataclass_config import BaseConfig, field_markers, field_values, is_config
 from jaxrl.config_error import fail
+from jaxrl.redaction import HIDDEN, holds_key
 
+_KEY = (
+    "holds a key or password, which config.yaml, the report and loggers would show; put it into a "
+    "variable of the environment: api_token_env (servers of samples) and api_key_env (judge, "
+    "retriever) name one, and code of yours can read it"
+)
 NO_BOUND = 1e9  # as good as none
 _CONTROL = ("Cc", "Zl", "Zp")  # categories of Unicode: control, line and paragraph separators
 
@@ -63,6 +70,8 @@ def check_constraints(config: BaseConfig, path: str = "") -> None:
         field = f"{path}.{name}" if path else name
         if is_config(value):
             check_constraints(value, field)
+        elif holds_key(field, value):
+            fail(field, HIDDEN, _KEY)
         for key, inner in value.items() if isinstance(value, dict) else ():
             _check_number(f"{field}.{key}", inner)  # to a function of the user's inf may mean much
         check_finite(field, value)
@@ -110,6 +119,13 @@ def named(field: str, value: str | None) -> None:
     if not value.strip():
         fail(field, value, "is empty; set a name, or leave it out for the default")
     _check_line(field, value)
+
+
+@Constraint
+def variable(field: str, value: str | None) -> None:
+    """Refuse what is no name of a variable of the environment; it may be the key itself."""
+    if value is not None and not re.fullmatch(r"[A-Za-z_]\w*", value):
+        fail(field, HIDDEN, "is no name of a variable of the environment; set the name of the one")
 
 
 @Constraint

@@ -13,6 +13,7 @@ from jaxrl.config.constraints import (
     not_negative,
     positive,
     positive_or,
+    variable,
 )
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, new
@@ -75,7 +76,7 @@ class GSM8kLLMJudgeEnvConfig(BaseConfig):
     """Name of the judge."""
     base_url: Annotated[str | None, must(_is_address, _ADDRESS)] = None
     """Its OpenAI-compatible endpoint up to "/v1"; None = https://api.openai.com/v1."""
-    api_key_env: Annotated[str, _NEW_OF_JUDGE] = "OPENAI_API_KEY"
+    api_key_env: Annotated[str, variable, _NEW_OF_JUDGE] = "OPENAI_API_KEY"
     """Variable of the environment that holds the key; needed where base_url is None."""
     prompt: Annotated[str | None, _check_prompt, _NEW_OF_JUDGE] = None
     """What the judge is asked, with {question}, {ground_truth} and {response}, to end with
@@ -103,6 +104,8 @@ class SearchEnvConfig(BaseConfig):
     """Log every request to the retriever."""
     search_url: Annotated[str, must(_is_address, _ADDRESS)] = "http://127.0.0.1:8000/retrieve"
     """Address of the retriever."""
+    api_key_env: Annotated[str | None, variable, new(only_with="search")] = None
+    """Variable of the environment that holds its bearer token; None = it wants none."""
     topk: Annotated[int, positive] = 3
     """Documents per query."""
     timeout: Annotated[int, positive] = 30

@@ -11,6 +11,7 @@ from jaxrl.config.constraints import (
     one_of,
     positive,
     positive_or,
+    variable,
 )
 from jaxrl.config.dataclass_config import BaseConfig
 from jaxrl.config.status import implemented, inert, later, mapped, new
@@ -249,7 +250,7 @@ class InferenceEngineConfig(BaseConfig):
     after every update; more with bfloat16 on either side, e.g. 0.2."""
     request_timeout_seconds: Annotated[float, positive, new()] = 1800.0
     """Longest wait for a remote engine: for all tokens of a request, or one update of weights."""
-    api_token_env: Annotated[str | None, new()] = None
+    api_token_env: Annotated[str | None, variable, new()] = None
     """Environment variable that holds the bearer token of remote engines."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from jaxrl.config.constraints import must, not_negative, positive
+from jaxrl.config.constraints import must, not_negative, positive, variable
 from jaxrl.config.dataclass_config import BaseConfig
 
 
@@ -25,7 +25,7 @@ class ServeConfig(BaseConfig):
 
     grpc_port: int | None = None
     """Port on which `jaxrl.serve` also answers JetStream's clients; None = on none."""
-    token_env: str = "JAXRL_SERVE_TOKEN"
+    token_env: Annotated[str, variable] = "JAXRL_SERVE_TOKEN"
     """Environment variable that holds the token which every request must carry."""
     token_file: str | None = None
     """File that holds the token, instead of the environment variable."""
@@ -58,6 +58,8 @@ class ServeConfig(BaseConfig):
     """Tokens between two pieces of a stream in `jaxrl.serve`."""
     max_body_bytes: Annotated[int, positive] = 4 * 1024**2
     """Longest body of a request."""
+    max_connections: Annotated[int, positive] = 2048
+    """Connections at a time, also without a request; one beyond them is answered 503."""
     max_samples: Annotated[int, positive] = 1024
     """Samples that run or wait; a request beyond them is answered 429."""
     max_samples_per_request: Annotated[int, positive] = 128

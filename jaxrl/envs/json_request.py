@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from jaxrl.redaction import redacted
+
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -67,8 +69,10 @@ def ask(
         headers: beside those of JSON.
 
     Raises:
-        RequestError: no attempt brought an answer that can be used.
+        RequestError: no attempt brought an answer that can be used. It shows no key: servers there
+            are that repeat what they were sent.
     """
+    keys = [value.partition(" ")[2] for value in (headers or {}).values()]  # after "Bearer"
     body = json.dumps(question).encode()
     headers = {"Content-Type": "application/json", **(headers or {})}
     attempt, problem = 0, "never asked"
@@ -96,10 +100,23 @@ def ask(
             except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
                 shown = answer[:_SHOWN].decode("utf-8", "replace")
                 problem = f"cannot use the answer {shown!r}: {error!r}"
-        _log.info("%s, attempt %d of %d: %s", url, attempt, attempts, problem)
+        problem = redacted(problem, *keys)
+        _log.info("%s, attempt %d of %d: %s", redacted(url), attempt, attempts, problem)
         if attempt < attempts:
             time.sleep(min(wait, _LONGEST_WAIT))
-    raise RequestError(f"{url} gave no answer in {attempt} attempts; the last: {problem}")
+    raise RequestError(f"{redacted(url)} gave no answer in {attempt} attempts; the last: {problem}")
+
+
+def bearer(variable: str) -> dict[str, str]:
+    """Return the header with the key that a variable of the environment holds; {} without a key.
+
+    Raises:
+        ValueError: it holds signs that no key has, which the error of a request would show.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"the variable {variable} has a key with signs that no key has")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def longest_seconds(timeout: float, attempts: int) -> float:

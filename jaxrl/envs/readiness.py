@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl import envs
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import columns_named, conversation_extras
+from jaxrl.redaction import redacted
 from jaxrl.types import Prompt
 
 
@@ -53,7 +54,7 @@ def check_environments(
             away = away and isinstance(error, RequestError)
             reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             reason = f"{reason}{columns_named(error, prompt.extras)}"
-            wrong.append(f"environment '{env_class}' of {prompt.place}: {reason}")
+            wrong.append(redacted(f"environment '{env_class}' of {prompt.place}: {reason}"))
     if wrong:
         kind = ServerAwayError if away else ValueError
         raise kind("\n".join(["environments that cannot be made:", *wrong[::-1]]))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl import activity
+from jaxrl.redaction import redacted
 
 QUEUE_STEPS = 1000  # steps that wait for a server at most
 CLOSE_SECONDS = 30.0  # that the end of a run waits for one
@@ -197,9 +198,10 @@ class WandbLogger:
         try:
             self.run = self._init(run_id, mode=None)
         except Exception as error:  # no key, no server
+            reason = redacted(f"{type(error).__name__}: {error}")
             activity.warn(
-                f"W&B: {type(error).__name__}: {error}. The run is recorded in {run.folder}/wandb: "
-                "`wandb sync` that folder later"
+                f"W&B: {reason}. The run is recorded in {run.folder}/wandb: `wandb sync` that "
+                "folder later"
             )
             self.run = self._init(run_id, mode="offline")
 

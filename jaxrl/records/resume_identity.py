@@ -69,6 +69,7 @@ MAY_CHANGE = (
     "environment.skyrl_gym.*_workers",
     "environment.skyrl_gym.env_timeout_seconds",
     "environment.skyrl_gym.search.search_url",
+    "environment.skyrl_gym.search.api_key_env",
     "environment.skyrl_gym.search.timeout",
     "environment.skyrl_gym.search.log_requests",
     "environment.skyrl_gym.llm_as_a_judge.base_url",

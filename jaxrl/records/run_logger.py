@@ -12,6 +12,7 @@ from jaxrl import activity
 from jaxrl.files import replace_text
 from jaxrl.records.json_lines import JsonLines, read_lines
 from jaxrl.records.loggers import Logger, RunInfo, open_logger
+from jaxrl.redaction import redacted
 
 REWARD_CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
 
@@ -113,7 +114,8 @@ class RunLogger:
             yield
         except Exception as error:
             self.loggers.pop(name, None)
+            reason = redacted(f"{type(error).__name__}: {error}")  # of a key that it did not take
             activity.warn(
-                f"logger {name!r} failed and gets nothing more ({type(error).__name__}: {error}). "
+                f"logger {name!r} failed and gets nothing more ({reason}). "
                 f"The run goes on; {self.lines.path} has all numbers"
             )

@@ -208,3 +208,9 @@ def test_missing_package_says_how_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core", None)
     with pytest.raises(ImportError, match=r"package openenv-core: pip install 'jaxrl\[openenv\]'"):
         envs.load("openenv:http://127.0.0.1:8000")
+
+
+def test_an_address_with_a_key_is_refused_without_it():
+    with pytest.raises(ValueError, match="'openenv:http://<hidden>@host' has a key") as refused:
+        OpenEnvEnv.of("http://me:hunter2secret@host")
+    assert "hunter2" not in str(refused.value)

@@ -8,6 +8,7 @@ from typing import Any
 from jaxrl.envs.adapters.adapter import Adapter, import_library
 from jaxrl.envs.protocol import StepOutput
 from jaxrl.envs.tags import last_tagged
+from jaxrl.redaction import holds_key, redacted
 from jaxrl.types import Message
 
 
@@ -48,6 +49,11 @@ class OpenEnvEnv(Adapter):
             raise ValueError(
                 f"environment 'openenv:{name}' needs the address of a server, as in "
                 "'openenv:http://127.0.0.1:8000'"
+            )
+        if holds_key("", name):
+            raise ValueError(
+                f"environment '{redacted(f'openenv:{name}')}' has a key in its address, which the "
+                "records of the run would show; its client has no other way for one"
             )
         _library()
         return cls

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxrl.envs.json_request import ask
+from jaxrl.envs.json_request import ask, bearer
 from jaxrl.envs.retrieval.passages import Passage, read_passages
 
 _log = logging.getLogger(__name__)
@@ -42,10 +42,18 @@ class RemoteRetriever:
         url: where it is asked.
         timeout: seconds of each of 5 attempts.
         log_requests: log every query and how many passages came.
+        headers: of its requests.
     """
 
-    def __init__(self, url: str, timeout: float = 30.0, log_requests: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 30.0,
+        log_requests: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.url, self.timeout, self.log_requests = url, timeout, log_requests
+        self._headers = headers
 
     def search(self, query: str, topk: int) -> list[Hit]:
         """Return at most `topk` passages, best first.
@@ -54,7 +62,14 @@ class RemoteRetriever:
             RequestError: the server gives no answer that can be used.
         """
         question = {"query": query, "queries": [query], "topk": topk, "return_scores": True}
-        hits, attempt = ask(self.url, question, _read_hits, timeout=self.timeout, attempts=ATTEMPTS)
+        hits, attempt = ask(
+            self.url,
+            question,
+            _read_hits,
+            timeout=self.timeout,
+            attempts=ATTEMPTS,
+            headers=self._headers,
+        )
         if self.log_requests:
             # A warning, because that is what Python shows where logging is not configured.
             _log.warning("%s: %d hits for %r, attempt %d", self.url, len(hits), query, attempt)
@@ -106,7 +121,7 @@ def retriever_of(settings: Mapping[str, Any]) -> Retriever:
     """Make the retriever of `environment.skyrl_gym.search`.
 
     Raises:
-        ValueError: the corpus is not there, or not what it should be.
+        ValueError: the corpus is not there, or not what it should be; there is no key.
         ImportError: it needs a package that is not installed.
     """
     corpus = settings.get("corpus")
@@ -114,7 +129,16 @@ def retriever_of(settings: Mapping[str, Any]) -> Retriever:
         with _building:  # conversations that start together wait for one index
             return local_retriever(corpus)
     url = settings.get("search_url", "http://127.0.0.1:8000/retrieve")
-    return RemoteRetriever(url, settings.get("timeout", 30), settings.get("log_requests", False))
+    variable = settings.get("api_key_env")
+    headers = bearer(variable) if variable else {}
+    if variable and not headers:
+        raise ValueError(
+            f"environment.skyrl_gym.search.api_key_env={variable!r}: the environment has no such "
+            "variable, or an empty one; set it to the retriever's token"
+        )
+    return RemoteRetriever(
+        url, settings.get("timeout", 30), settings.get("log_requests", False), headers
+    )
 
 
 @functools.cache

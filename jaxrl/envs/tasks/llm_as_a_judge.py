@@ -1,13 +1,12 @@
 """A language model as the judge, behind any OpenAI-compatible endpoint."""
 
 import math
-import os
 import re
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.envs.json_request import ask
+from jaxrl.envs.json_request import ask, bearer
 from jaxrl.envs.protocol import Env, StepOutput
 from jaxrl.types import Message
 
@@ -127,20 +126,17 @@ class Judge:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         variable = settings.get("api_key_env", "OPENAI_API_KEY")
-        key, base_url = os.environ.get(variable, "").strip(), settings.get("base_url")
-        if base_url is None and not key:
+        self._headers, base_url = bearer(variable), settings.get("base_url")
+        if base_url is None and not self._headers:
             raise ValueError(
                 f"environment 'llm_as_a_judge': the variable {variable} has no key for {_OPENAI}; "
                 "set it, or environment.skyrl_gym.llm_as_a_judge.base_url to a server of your own"
             )
-        if not (key.isascii() and key.isprintable()):  # or the error of the request would show it
-            raise ValueError(f"the variable {variable} has a key with signs that no key has")
         self.url = (base_url or _OPENAI).rstrip("/") + "/chat/completions"
         self.model = settings.get("model", "gpt-4o-mini")
         self.sampling_params = settings.get("sampling_params", {"temperature": 0.0})
         self.max_score = settings.get("max_score", 1.0)
         self.timeout, self.attempts = settings.get("timeout", 60.0), settings.get("max_attempts", 4)
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         number = settings.get("max_requests", 32)
         self._places = _PLACES.setdefault((self.url, number), threading.BoundedSemaphore(number))
 

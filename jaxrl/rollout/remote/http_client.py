@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from jaxrl.redaction import redacted
 from jaxrl.rollout.protocol import Completion, Request
 from jaxrl.rollout.remote.dialects import Dialect, InvalidAnswer
 
@@ -198,7 +199,7 @@ class RemoteServer:
         status, text = await self._call(method, url, body, seconds)
         if status >= BAD_REQUEST:
             retryable = status == TOO_MANY or status >= SERVER_ERROR
-            message = f"{method} {url} gives {status}: {_error_message(text)}"
+            message = f"{method} {url} gives {status}: {self._error_message(text)}"
             raise ServerError(message, retryable=retryable, status=status)
         return text
 
@@ -210,7 +211,7 @@ class RemoteServer:
                 if reply.status == TOO_MANY:
                     wait = _seconds(reply.headers.get("Retry-After"))
                     raise ServerError(
-                        f"{method} {url} gives 429: {_error_message(text)}", wait=wait
+                        f"{method} {url} gives 429: {self._error_message(text)}", wait=wait
                     )
                 return reply.status, text
         except aiohttp.ConnectionTimeoutError as error:
@@ -221,13 +222,13 @@ class RemoteServer:
             what = f"{type(error).__name__}: {error}"
             raise ServerError(f"{method} {url}: {what}", broken=True) from error
 
-
-def _error_message(text: str) -> str:
-    """Return the message of an error in OpenAI's form, or the text itself."""
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text[:300]
+    def _error_message(self, text: str) -> str:
+        """Return the message of an error in OpenAI's form, or the text itself, without a token."""
+        try:
+            text = str(json.loads(text)["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            text = text[:300]
+        return redacted(text, self.options.token or "")
 
 
 def _seconds(value: str | None) -> float:

@@ -15,6 +15,7 @@ import jax
 import psutil
 
 import jaxrl
+from jaxrl.redaction import names_key, redacted
 
 PACKAGES = """
     jax jaxlib libtpu jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint numpy scipy
@@ -25,9 +26,6 @@ VARIABLES = re.compile(
     "^(JAX|JAXRL|XLA|LIBTPU|TPU|CUDA|NVIDIA|NCCL|RAY|SLURM|OMP|MKL|HF|TRANSFORMERS|TOKENIZERS|VLLM|"
     "ROCR|HIP)_|^(LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|TF_CPP_MIN_LOG_LEVEL)$"
 )
-SECRET = re.compile("TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|(^|_)KEY|API_?KEY", re.IGNORECASE)
-IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password
-NOT_SECRET = ("TOKENIZERS_",)
 
 
 def machine_report() -> dict[str, Any]:
@@ -69,9 +67,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that change what a run does; what may be secret is not shown."""
 
     def shown(name: str, value: str) -> str:
-        if SECRET.search(name) and not name.startswith(NOT_SECRET):
-            return "<set>"
-        return IN_ADDRESS.sub("<hidden>", value)
+        return "<set>" if names_key(name) else redacted(value)
 
     return {name: shown(name, environ[name]) for name in sorted(environ) if VARIABLES.search(name)}
 
