@@ -53,13 +53,18 @@ def load_tokenizer(
 
     _check_folder(folder_or_id)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder_or_id))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder_or_id), trust_remote_code=False)
     except OSError as error:
         raise ValueError(
             f"{str(folder_or_id)!r} is neither a local folder nor a Hugging Face model that can "
             f"be reached from here; give the path of a folder that holds tokenizer.json ({error})"
         ) from error
     except Exception as error:  # of a file that is not whole, whatever reads it
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the tokenizer of {str(folder_or_id)!r} is code in that folder, which jaxrl does "
+                "not run; give a folder whose tokenizer.json holds it"
+            ) from error
         raise ValueError(
             f"the tokenizer of {str(folder_or_id)!r} cannot be read ({type(error).__name__}: "
             f"{error}); copy its files again"
@@ -112,7 +117,7 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", folder_or_id: str | P
     folder = Path(folder_or_id)
     if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
         return
-    theirs = AutoTokenizer.from_pretrained(str(folder_or_id)).get_vocab()
+    theirs = AutoTokenizer.from_pretrained(str(folder_or_id), trust_remote_code=False).get_vocab()
     ours = tokenizer.get_vocab()
     different = [token for token in sorted(ours) if theirs.get(token) != ours[token]]
     if different:
