@@ -1,35 +1,50 @@
-"""A port that takes a bounded number of connections at a time."""
+"""A port that takes a bounded number of connections, and none that says nothing for long."""
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
 
 from aiohttp import web
 
+IDLE_SECONDS = 60.0  # of a connection without a request; one that is half a header is none
 RESERVED = 256  # files that the rest of the process may have open: data, logs, devices
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
-async def listen(runner: web.AppRunner, host: str, port: int, *, most: int) -> asyncio.Server:
-    """Begin to listen; who comes beyond `most` connections is answered 503 and sent away.
+@contextlib.asynccontextmanager
+async def listening(
+    app: web.Application, host: str, port: int, *, most: int, **options: Any
+) -> AsyncIterator[tuple[str, int]]:
+    """Serve an application while the block runs; yield the address and port that it listens at.
 
     Args:
-        runner: of the application, set up; who cleans it up closes the listener before.
         port: 0 = any that is free.
-        most: connections at a time, those without a request included. As many files may be open
-            from now on.
+        most: connections at a time, those without a request included; who comes beyond them is
+            answered 503 and sent away. As many files may be open from now on.
+        options: of `aiohttp.web.AppRunner`.
 
     Raises:
         ValueError: this process may not have as many files open.
         OSError: the address cannot be had.
     """
     _allow_open_files(most + RESERVED)
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=IDLE_SECONDS, **options)
+    await runner.setup()
     server = runner.server
     assert server is not None  # set up
 
     def connection() -> asyncio.Protocol:  # those of one burst, 100 at most, are not counted yet
         return server() if len(server.connections) < most else _Full()
 
-    return await asyncio.get_running_loop().create_server(connection, host, port)
+    try:
+        listener = await asyncio.get_running_loop().create_server(connection, host, port)
+        try:
+            yield listener.sockets[0].getsockname()[:2]
+        finally:
+            listener.close()
+    finally:
+        await runner.cleanup()
 
 
 class _Full(asyncio.Protocol):

@@ -14,7 +14,6 @@ from jaxrl.rollout.server.served_model import ServedModel
 from jaxrl.rollout.server.sessions import ServedSession, ServedSessions
 from jaxrl.rollout.server.shared_engine import HostEngine
 
-IDLE_SECONDS = 60.0  # of a connection without a request; one that is half a header is none
 EXTRA = "the HTTP server needs pydantic and prometheus-client: pip install 'jaxrl[serve]'"
 
 
@@ -116,40 +115,31 @@ class HttpServer:
 
     async def _serve(self) -> None:
         try:
-            from aiohttp import web
-
             from jaxrl.rollout.server.app import ApiRoutes
-            from jaxrl.rollout.server.listening import listen
+            from jaxrl.rollout.server.listening import listening
             from jaxrl.rollout.server.service import Control, Service
         except ImportError as error:
             raise ImportError(EXTRA) from error
         service = Service(self.host.guests, self.served, self.limits, self.sessions)
         control = None if self._weights is None else Control(service, self.host, *self._weights)
-        app = ApiRoutes(service, control, self._guard).app()
-        runner = web.AppRunner(
-            app,
+        serving = listening(
+            ApiRoutes(service, control, self._guard).app(),
+            *self._address,
+            most=self.limits.max_connections,
             handler_cancellation=True,
-            access_log=None,
             shutdown_timeout=5,
-            keepalive_timeout=IDLE_SECONDS,
         )
-        await runner.setup()
-        listener = None
         try:
-            try:
-                most = self.limits.max_connections
-                listener = await listen(runner, *self._address, most=most)
-            except OSError as error:
-                raise _refused(*self._address, error) from error
-            host, port = listener.sockets[0].getsockname()[:2]
-            self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-            self._started.set_result(None)
-            await self._stop.wait()
-            service.abort(None)
+            async with serving as (host, port):
+                self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+                self._started.set_result(None)
+                await self._stop.wait()
+                service.abort(None)
+        except OSError as error:
+            if self._started.done():
+                raise
+            raise _refused(*self._address, error) from error
         finally:
-            if listener is not None:
-                listener.close()
-            await runner.cleanup()
             if control is not None:
                 await control.finish()
             service.close()

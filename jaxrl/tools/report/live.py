@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxrl.records.ledger import FILE
-from jaxrl.rollout.server.listening import listen
+from jaxrl.rollout.server.listening import listening
 from jaxrl.tools.report import parts
 from jaxrl.tools.report.blob import inert_json
 from jaxrl.tools.report.find import Query, find
@@ -193,31 +193,27 @@ def serve(
 
 
 async def _serve(runs: LiveRuns, host: str, port: int | None) -> None:
-    runner = web.AppRunner(app(runs, guarded=host in LOOPBACK), access_log=None)
-    await runner.setup()
-    listener = None
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def listen(port: int) -> int:
+            page = listening(app(runs, guarded=host in LOOPBACK), host, port, most=MOST_CONNECTIONS)
+            return (await stack.enter_async_context(page))[1]
+
         try:
-            wanted = PORT if port is None else port
-            listener = await listen(runner, host, wanted, most=MOST_CONNECTIONS)
+            port = await listen(PORT if port is None else port)
         except OSError as error:
             if port is not None:
                 raise ValueError(
                     f"--host={host} --port={port} cannot be had ({error.strerror}): give another "
                     "--port, or 0 for any free one"
                 ) from error
-            listener = await listen(runner, host, 0, most=MOST_CONNECTIONS)
-        port = listener.sockets[0].getsockname()[1]
+            port = await listen(0)
         named = f"[{host}]" if ":" in host else host
         names = ", ".join(run.name for run in runs.runs)
         print(f"http://{named}:{port}/ shows {names}; Ctrl-C ends it", flush=True)
         if host not in LOOPBACK:
             print(f"open to everyone who reaches {host}: there is no password", flush=True)
         await asyncio.Event().wait()
-    finally:
-        if listener is not None:
-            listener.close()
-        await runner.cleanup()
 
 
 def app(runs: LiveRuns, *, guarded: bool) -> web.Application:

@@ -90,9 +90,7 @@ class Server:
             self._loop.close()
 
     async def _serve(self) -> None:
-        from aiohttp import web
-
-        from jaxrl.rollout.server.listening import listen
+        from jaxrl.rollout.server.listening import listening
         from jaxrl.tools.tinker.app import TinkerRoutes
 
         settings, limits = self._config.generator.inference_engine, self._config.tinker
@@ -103,23 +101,23 @@ class Server:
             most_waiting=limits.max_waiting,
             most_models=limits.max_models,
         )
-        runner = web.AppRunner(routes.app(), access_log=None, shutdown_timeout=5)
-        await runner.setup()
-        listener = None
+        host = settings.http_endpoint_host
+        serving = listening(
+            routes.app(),
+            host,
+            settings.http_endpoint_port,
+            most=self._config.serve.max_connections,
+            shutdown_timeout=5,
+        )
         try:
-            host, port = settings.http_endpoint_host, settings.http_endpoint_port
-            listener = await listen(runner, host, port, most=self._config.serve.max_connections)
-            port = listener.sockets[0].getsockname()[1]
-            self.url = f"http://{host}:{port}"
-            self.service.died.add_done_callback(
-                lambda _: self._loop.call_soon_threadsafe(self._stopping.set)
-            )
-            self._started.set_result(None)
-            await self._stopping.wait()
+            async with serving as (_, port):
+                self.url = f"http://{host}:{port}"
+                self.service.died.add_done_callback(
+                    lambda _: self._loop.call_soon_threadsafe(self._stopping.set)
+                )
+                self._started.set_result(None)
+                await self._stopping.wait()
         finally:
-            if listener is not None:
-                listener.close()
-            await runner.cleanup()
             await asyncio.to_thread(self.service.stop)
             self.service.journal.close()
 

@@ -9,7 +9,7 @@ from http.client import HTTPResponse
 
 import pytest
 
-from jaxrl.rollout.server import app, server
+from jaxrl.rollout.server import app, listening
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.server.scripted import TypingEngine, serving
 from tests.rollout.server.test_server import ask, until, waiting
@@ -20,7 +20,7 @@ TOKENIZER = bpe_tokenizer()
 @pytest.fixture
 def running(monkeypatch):
     monkeypatch.setattr(app, "CLIENT_SECONDS", 0.3)
-    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(listening, "IDLE_SECONDS", 0.3)
     with serving(TypingEngine([1] * 4000, piece=1), TOKENIZER, request_seconds=1.0) as running:
         yield running
 
