@@ -17,6 +17,7 @@ LAYERS = {
     "types": 0,
     "redaction": -1,  # what errors of configs are shown by
     "config_error": 0,
+    "child_environment": 0,
     "array_ops": 0,
     "files": 0,
     "functions": 0,

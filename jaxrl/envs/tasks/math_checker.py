@@ -96,11 +96,14 @@ class _Process:
     """Run a program that compares, one question after the other; it ends with its stdin."""
 
     def __init__(self) -> None:
+        from jaxrl.child_environment import child_environment  # the program finds it later
+
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-B", __file__, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=child_environment(),
             start_new_session=True,  # control-C is the trainer's
         )
 

@@ -62,6 +62,8 @@ def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
         seconds: until it is killed.
         max_rows: more than these are an error.
     """
+    from jaxrl.child_environment import child_environment  # the program has no packages
+
     question = json.dumps({"path": str(path), "sql": sql, "max_rows": max_rows})
     try:
         ran = subprocess.run(
@@ -69,6 +71,7 @@ def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
             input=question.encode(),
             capture_output=True,
             timeout=seconds,
+            env=child_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:

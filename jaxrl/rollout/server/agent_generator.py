@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.conversations.trajectories import to_columns
 from jaxrl.rollout.conversations.turns import Transcript
 from jaxrl.rollout.server.server import HttpServer
@@ -14,7 +15,7 @@ from jaxrl.rollout.server.sessions import Segment, ServedSession
 from jaxrl.types import GeneratorInput, GeneratorOutput, Prompt, Trajectory
 
 _log = logging.getLogger(__name__)
-Agent = Callable[[str, str, Prompt], Awaitable[float | None]]
+Agent = Callable[..., Awaitable[float | None]]
 
 
 def session_url(base_url: str, session_id: str) -> str:
@@ -38,7 +39,9 @@ class AgentGenerator:
     Args:
         server: the endpoint of the run, `BasePPOExp.server`.
         agent: `async def agent(base_url, session_id, prompt) -> reward`; None = the reward is that
-            which was posted to /sessions/ID/reward when it returns.
+            which was posted to /sessions/ID/reward when it returns. One that posts it names a
+            keyword `reward_secret`, and posts that with it: a program that knows the address alone
+            is refused.
         max_agents: that run at a time.
         seconds: that an agent may take; None = any.
         max_branches: of a trajectory; one with more is masked. Several need
@@ -103,10 +106,11 @@ class AgentGenerator:
         self, prompt: Prompt, key: tuple[int, int], sampling: Any
     ) -> tuple[ServedSession, list[Trajectory]]:
         name = f"rollout-{secrets.token_hex(12)}"
-        self.server.open_session(name, sampling, key, fixed=self.fixed_sampling)
+        secret = self.server.open_session(name, sampling, key, fixed=self.fixed_sampling)
+        keywords = accepted_keywords(self.agent, {"reward_secret": secret})
         failed, reward = True, None
         try:
-            call = self.agent(self.server.url, name, prompt)
+            call = self.agent(self.server.url, name, prompt, **keywords)
             reward = await asyncio.wait_for(call, self.seconds)
             failed = False
         except Exception:

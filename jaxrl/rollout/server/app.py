@@ -211,14 +211,14 @@ class ApiRoutes:
 
     async def take_session(self, request: web.Request) -> web.Response:
         """Answer DELETE /sessions/ID: as GET does, and forget the session."""
-        session = self.service.sessions.take(request.match_info["id"])
+        session = self.service.sessions.take_of_client(request.match_info["id"])
         return web.json_response(await self.service.in_thread(session.as_json))
 
     async def reward(self, request: web.Request) -> web.Response:
-        """Answer POST /sessions/ID/reward: {"reward": number}."""
+        """Answer POST /sessions/ID/reward: {"reward": number, "secret": text}."""
         body = RewardBody.model_validate(parse_json(await request.read()))
         name = request.match_info["id"]
-        self.service.sessions.reward(name, body.reward)
+        self.service.sessions.reward(name, body.reward, body.secret)
         return web.json_response({"id": name, "reward": body.reward})
 
     # ---- the model

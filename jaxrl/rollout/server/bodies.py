@@ -302,9 +302,13 @@ class AbortBody(Body):
 
 
 class RewardBody(Body):
-    """Describe POST /sessions/ID/reward: what the whole conversation was worth."""
+    """Describe POST /sessions/ID/reward: what the whole conversation was worth.
+
+    One of a training run needs the secret that its agent was told.
+    """
 
     reward: float
+    secret: str | None = None
 
 
 class UpdateWeightsBody(Body):

@@ -84,15 +84,18 @@ class HttpServer:
 
     def open_session(
         self, name: str, sampling: Sampling, key: tuple[int, int], *, fixed: bool = False
-    ) -> None:
+    ) -> str:
         """Begin a session whose requests sample so, and which stays until it is taken.
 
         Args:
             key: names the PRNG keys of its turns.
             fixed: requests that ask for another temperature, filter or seed are not refused, but
                 sampled so all the same.
+
+        Returns:
+            The secret without which no reward can be posted to it.
         """
-        self.sessions.hold(name, sampling, key, fixed=fixed)
+        return self.sessions.hold(name, sampling, key, fixed=fixed)
 
     def take_session(self, name: str) -> ServedSession:
         """Return what was said under an X-Session-ID, and forget it.

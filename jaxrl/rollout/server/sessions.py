@@ -7,7 +7,9 @@ session is a beginning of it, a new segment begins. So the segments are the bran
 a branch shares with its parent stands in its prompt, and each sampled token is in one response.
 """
 
+import hmac
 import itertools
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -127,6 +129,7 @@ class ServedSession:
 
     Attributes:
         reward: that was posted; None: none was.
+        reward_secret: that must be posted with it, of a training run's session; else None.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class ServedSession:
         self.used = time.monotonic()
         self.tokens = 0  # of all segments
         self.reward: float | None = None
+        self.reward_secret = None if sampling is None else secrets.token_hex(16)
         self._recorded = self._begun = 0  # turns, segments
         self._numbers, self._spoken = set[int](), set[int]()  # of turns that began; that said words
         self._lock = threading.Lock()
@@ -306,10 +310,17 @@ class ServedSessions:
 
     def hold(
         self, name: str, sampling: Sampling, key: tuple[int, int], *, fixed: bool = False
-    ) -> None:
-        """Begin a session that stays until it is taken; see `ServedSession`."""
+    ) -> str:
+        """Begin a session that stays until it is taken; see `ServedSession`.
+
+        Returns:
+            The secret that its reward needs.
+        """
+        session = ServedSession(name, sampling, key, fixed=fixed)
         with self._lock:
-            self._held[name] = ServedSession(name, sampling, key, fixed=fixed)
+            self._held[name] = session
+        assert session.reward_secret is not None
+        return session.reward_secret
 
     def open(self, name: str) -> ServedSession:
         """Return the session of this name; a new one if there is none."""
@@ -340,9 +351,36 @@ class ServedSessions:
             held = self._held.pop(name, None)
             return self._found(held or self._by_name.pop(name, None), name)
 
-    def reward(self, name: str, reward: float) -> None:
-        """Reward a session, once; raise `ApiError` 404 if there is none, 409 for another reward."""
+    def take_of_client(self, name: str) -> ServedSession:
+        """Take the session for a client; raise `ApiError` 403 for one of a training run, or 404.
+
+        A program that the run's agent started may ask, too.
+        """
+        if self.get(name).reward_secret is not None:
+            raise ApiError(403, f"session {name!r} is taken by the training run that began it")
+        return self.take(name)
+
+    def reward(self, name: str, reward: float, secret: str | None) -> None:
+        """Reward a session, once.
+
+        Args:
+            secret: that was posted with it.
+
+        Raises:
+            ApiError: 404 if there is no such session, 403 if it is of a training run and the secret
+                is not its own, 409 for another reward than it has.
+        """
         session = self.get(name)
+        own, told = session.reward_secret, (secret or "").encode(errors="replace")
+        if own is not None and not hmac.compare_digest(told, own.encode()):
+            raise ApiError(
+                403,
+                f'session {name!r} is of a training run, and "secret" is not its own: post '
+                '{"reward": number, "secret": text} with the reward_secret that the agent was '
+                "given; a program of its own reads that from its standard input",
+                param="secret",
+                code="wrong_reward_secret",
+            )
         with self._lock:
             if session.reward not in (None, reward):
                 message = f"reward={reward}: session {name!r} has {session.reward} already"

@@ -185,13 +185,14 @@ def test_a_reward_is_posted_once(server, client):
 
 
 def test_agents_whose_rewards_are_posted(server, caplog):
-    async def agent(base_url, session_id, prompt):
+    async def agent(base_url, session_id, prompt, *, reward_secret):
         async with openai.AsyncOpenAI(
             base_url=session_url(base_url, session_id), api_key="-"
         ) as api:
             await api.chat.completions.create(model="policy", messages=prompt.messages, n=2)
             if prompt.uid != "0:1":
-                await api.post("../reward", body={"reward": 3}, cast_to=object)
+                body = {"reward": 3, "secret": reward_secret}
+                await api.post("../reward", body=body, cast_to=object)
 
     output = generate_now(AgentGenerator(server, agent, max_branches=2), batch(2))
     assert [sum(rewards) for rewards in output["rewards"]] == [0, 3, 0]

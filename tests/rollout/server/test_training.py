@@ -66,7 +66,7 @@ def test_a_run_of_agents_with_a_stranger_beside_them(tmp_path):
     assert not run.server._thread.is_alive()
 
 
-async def branching_agent(base_url, session_id, prompt):
+async def branching_agent(base_url, session_id, prompt, *, reward_secret):
     """Asks for two answers, goes on from the second, and in parallel asks two sub-agents."""
     address = session_url(base_url, session_id)
     async with openai.AsyncOpenAI(base_url=address, api_key="-") as api:
@@ -75,7 +75,8 @@ async def branching_agent(base_url, session_id, prompt):
         messages += [answer.choices[1].message.model_dump(exclude_none=True), more]
         calls = [api.chat.completions.create(model="policy", messages=messages) for _ in range(2)]
         await asyncio.gather(*calls)
-        await api.post("../reward", body={"reward": 0.5}, cast_to=object)
+        body = {"reward": 0.5, "secret": reward_secret}
+        await api.post("../reward", body=body, cast_to=object)
 
 
 class BranchingRun(BasePPOExp):
