@@ -34,7 +34,7 @@ from jaxrl.config.oddities import warn_of_scale
 from jaxrl.config.platform_defaults import Settled, settle, settle_ids
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
-from jaxrl.data.prompts import check_files, load_prompts
+from jaxrl.data.prompts import check_files, is_file, load_prompts
 from jaxrl.data.tokenizer import (
     check_vocabulary,
     known_ids,
@@ -44,7 +44,7 @@ from jaxrl.data.tokenizer import (
 )
 from jaxrl.envs import NEED_TRUTH
 from jaxrl.envs.json_request import RequestError
-from jaxrl.envs.readiness import ServerAwayError, check_environments
+from jaxrl.envs.readiness import ServerAwayError, check_environments, refuse_code
 from jaxrl.files import FolderError
 from jaxrl.functions import says_all
 from jaxrl.models import hf
@@ -188,6 +188,11 @@ class BasePPOExp:
             chat_template_kwargs=self.config.generator.chat_template_kwargs,
         )
         self.too_long |= dict(zip(sources, dropped, strict=True))
+        if not (environment := self.config.environment).rows_may_name_code:
+            files = [is_file(source) for source in sources]
+            refuse_code(
+                [prompt for prompt in prompts if files[prompt.source]], environment.env_class
+            )
         return prompts
 
     def get_engine(self, model: TransformerConfig | AdaptedModel, mesh: Mesh) -> Engine:

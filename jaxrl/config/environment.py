@@ -173,6 +173,10 @@ class EnvironmentConfig(BaseConfig):
         "gsm8k"
     )
     """Environment of prompts that name none: a known name or "my_pkg.my_module:MyEnv"."""
+    rows_may_name_code: Annotated[bool, new()] = False
+    """Rows of files may choose code and servers: an env_class that is "my_pkg.my_module:MyEnv" or
+    an address, and the columns that are as much. false = environments that are built in,
+    registered, or env_class above. Rows that a script or a generator makes always may."""
     reward_weights: Annotated[dict[str, float], _check_weights, new()] = field(default_factory=dict)
     """Weights of reward terms by name, e.g. {"correct": 1.0, "format": 0.1}: the reward is the
     weighted sum. A reward that an environment gives without a name is the term "environment".

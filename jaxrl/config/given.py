@@ -34,7 +34,7 @@ class Rows(str):
         Raises:
             ValueError: a row holds what JSON cannot say; names the field, the row and the value.
         """
-        rows, lines = list(rows), []
+        rows, lines = [_with_path(row, field) for row in rows], []
         if changed := {key for row in rows for key, value in row.items() if _has_tuple(value)}:
             named = ", ".join(map(repr, sorted(map(str, changed))))
             warnings.warn(f"{field}: tuples in {named} become lists, as in JSON", stacklevel=2)
@@ -76,6 +76,12 @@ class Rows(str):
             new.write_text(self.lines, encoding="utf-8")
             os.replace(new, file)
         return str(file)
+
+
+def _with_path(row: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Return a row whose environment is named, where it is given as a class."""
+    given = row.get("env_class")
+    return {**row, "env_class": _function(given, field)} if callable(given) else row
 
 
 def _plain(value: Any) -> Any:

@@ -150,19 +150,18 @@ def check_files(sources: Sequence[str]) -> None:
     Raises:
         ValueError: names those that are not, and the command that writes them, if there is one.
     """
-    missing = [
-        source
-        for source in sources
-        if Path(source).suffix.lower() in _READERS
-        and not Path(source).is_file()
-        and not hasattr(source, "read")
-    ]
+    missing = [source for source in sources if is_file(source) and not Path(source).is_file()]
     if missing:
         named = ", ".join(map(repr, missing))
         subject = f"data file {named} does" if len(missing) == 1 else f"data files {named} do"
         commands = "; ".join(dict.fromkeys(filter(None, map(_command_for, missing))))
         fix = f". To write: {commands}" if commands else ""
         raise ValueError(f"{subject} not exist (looked in {Path.cwd()}){fix}")
+
+
+def is_file(source: str) -> bool:
+    """Return whether a source is a file, and not a script's rows or a generator."""
+    return not hasattr(source, "read") and Path(source).suffix.lower() in _READERS
 
 
 def _command_for(source: str) -> str:

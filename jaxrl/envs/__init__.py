@@ -24,6 +24,7 @@ __all__ = [
     "ConversationType",
     "Env",
     "StepOutput",
+    "code_of",
     "construct",
     "is_ours",
     "load",
@@ -140,6 +141,23 @@ def load(env_class: str) -> Any:
             )
         entry_point = env_class
     return _import(entry_point) if isinstance(entry_point, str) else entry_point
+
+
+def code_of(env_class: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that choose what is imported, run or connected to.
+
+    A name of the table is none: what stands there is jaxrl's, or was registered.
+
+    Args:
+        env_class: of the row; its column of that name, where this is returned.
+        extras: its other columns.
+    """
+    if env_class in ENVS:
+        return {}
+    first, _, name = env_class.partition(":")
+    if first in ADAPTERS:
+        return _import(ADAPTERS[first][0]).code_of(name, extras)
+    return {"env_class": env_class} if ":" in env_class else {}
 
 
 def is_ours(env_class: str) -> bool:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxrl import envs
+from jaxrl.config_error import fail
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import columns_named, conversation_extras
 from jaxrl.redaction import redacted
@@ -18,6 +19,29 @@ class ServerAwayError(ConnectionError):
 
     They may be back at the next start.
     """
+
+
+def refuse_code(prompts: Sequence[Prompt], named: str) -> None:
+    """Refuse rows of files that choose code or servers; nothing of theirs is imported.
+
+    Args:
+        prompts: of files.
+        named: environment that the config itself names.
+
+    Raises:
+        ConfigError: names the row, its column and value, and the field that allows it.
+    """
+    for prompt in prompts:
+        for column, value in envs.code_of(prompt.env_class, prompt.extras).items():
+            if (column, value) != ("env_class", named):
+                fail(
+                    "environment.rows_may_name_code",
+                    False,
+                    f"{prompt.place} has {column}={value!r}, which chooses code that is run or a "
+                    "server that is asked. Set True if you trust whoever wrote the file; or name "
+                    "the environment in environment.env_class, or several with "
+                    "jaxrl.envs.register, and write those names into the rows",
+                )
 
 
 def check_environments(

@@ -64,6 +64,7 @@ MAY_CHANGE = (
     "generator.eval_*",
     "generator.inference_engine.*",
     "generator.longest_first",
+    "environment.rows_may_name_code",
     # where servers of environments are, how patiently they are asked, how many calls at a time
     "environment.rejudge_fraction",
     "environment.skyrl_gym.*_workers",

@@ -97,6 +97,22 @@ def test_every_kind_of_config_takes_objects(config, tmp_path, monkeypatch):
     assert cfg.to_train_config(found) == found  # names stay
 
 
+def test_rows_of_a_script_may_name_code_and_the_config_says_so(tmp_path):
+    def made(rows, **overrides):
+        fields = {"trainer.log_path": str(tmp_path), "data.train_data": rows, "data.val_data": []}
+        return cfg.to_train_config(cfg.apply_overrides(cfg.TrainConfig(), fields | overrides))
+
+    found = made([{"prompt": "21", "env_class": MyEnv}, *ROWS])
+    first, *rest = load_rows(found.data.train_data[0])
+    assert (first["env_class"], len(rest)) == (f"{HERE}:MyEnv", len(ROWS))
+    assert found.environment.rows_may_name_code  # for whoever reads the file
+    assert not made(ROWS).environment.rows_may_name_code
+    assert not made([{"prompt": "21", "env_class": "gsm8k"}]).environment.rows_may_name_code
+    # a file of someone else's among them: the script does not speak for it
+    mixed = made([{"prompt": "21", "env_class": MyEnv}, "theirs.jsonl"])
+    assert not mixed.environment.rows_may_name_code
+
+
 def test_the_file_of_the_rows_is_named_by_what_they_hold(tmp_path):
     def file(rows, **fields):
         config = cfg.TrainConfig()

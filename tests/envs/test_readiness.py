@@ -1,14 +1,19 @@
 """What is refused before a model is loaded: environments of the data that cannot be made."""
 
 import asyncio
+import json
+import sys
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jaxrl import config as cfg, envs
+from jaxrl.config_error import ConfigError
 from jaxrl.envs import Env
 from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.protocol import conversation_extras
-from jaxrl.envs.readiness import ServerAwayError, check_environments
+from jaxrl.envs.readiness import ServerAwayError, check_environments, refuse_code
 from jaxrl.envs.sandbox import sandbox
 from jaxrl.rollout.conversations.session import EnvironmentFailure
 from jaxrl.rollout.conversations.trajectories import refuse_all_failed
@@ -206,3 +211,144 @@ def test_a_run_refuses_them_before_the_engine_is_made(tmp_path):
 
 def rows():
     yield {"prompt": "12", "env_class": "no_such_env"}
+
+
+# ---- rows of files that choose code --------------------------------------------------------------
+
+
+EVIL = """
+from pathlib import Path
+
+from jaxrl.envs import Env
+
+Path(__file__).with_name("ran").touch()
+
+
+class E(Env):
+    def step(self, action):
+        return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
+"""
+ROW = {"prompt": "12", "env_class": "got_from_hub.evil:E"}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Return a function that writes rows beside a module, and one that says whether it ran."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "got_from_hub"
+    folder.mkdir()
+    (folder / "evil.py").write_text(EVIL)
+
+    def write(rows, suffix):
+        file = folder / f"train{suffix}"
+        if suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+        else:
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return f"got_from_hub/train{suffix}"
+
+    yield write, (folder / "ran").exists
+    for name in [name for name in sys.modules if name.startswith("got_from_hub")]:
+        del sys.modules[name]
+    envs.ENVS.pop("hub_env", None)
+
+
+def run_of(tmp_path, data, **overrides):
+    config = cfg.apply_overrides(
+        cfg.load_config_file(QUICKSTART),
+        {
+            "data.train_data": [data] if isinstance(data, str) else data,
+            "data.val_data": [],
+            "trainer.eval_interval": -1,
+            "trainer.log_path": str(tmp_path / "runs"),
+            "trainer.ckpt_path": str(tmp_path / "checkpoints"),
+            "trainer.export_path": str(tmp_path / "exports"),
+            **overrides,
+        },
+    )
+    run = BasePPOExp(config)
+    run.tokenizer = run.get_tokenizer()
+    return run
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_a_data_set_is_not_code(hub, tmp_path, capsys, suffix):
+    write, ran = hub
+    data = write([{"prompt": "12", "env_class": "sort_digits", **RULE}, *[ROW] * 71], suffix)
+    config = run_of(tmp_path, data).config
+    assert exit_status(BasePPOExp, config) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "environment.rows_may_name_code=False: prompt 0:1 (row 1 of got_from_hub/train" in said
+    assert "env_class='got_from_hub.evil:E'" in said
+    assert not ran()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_who_may_name_code(hub, tmp_path):
+    """The config, by the switch or the name, a script that registers it or has the rows itself."""
+    write, ran = hub
+    file, name = write([ROW], ".jsonl"), ROW["env_class"]
+    [allowed] = run_of(tmp_path, file, **{"environment.rows_may_name_code": True}).get_prompts(
+        [file]
+    )
+    assert allowed.env_class == name
+    [named] = run_of(tmp_path, file, **{"environment.env_class": name}).get_prompts([file])
+    assert named == allowed
+    generator = f"{__name__}:generated()"
+    run = run_of(tmp_path, generator)
+    assert run.get_prompts([generator])[0].env_class == name
+    run = run_of(tmp_path, [ROW])
+    assert run.get_prompts(run.config.data.train_data) == [allowed]
+    with pytest.raises(ValueError, match=r"rows_may_name_code=False: prompt 1:0 \(row 0 of got_fr"):
+        run.get_prompts([*run.config.data.train_data, file])
+    write([{**ROW, "env_class": "hub_env"}], ".jsonl")
+    envs.register("hub_env", name)
+    assert run.get_prompts([file])[0].env_class == "hub_env"
+    assert not ran()  # until an environment is made
+
+
+def generated():
+    yield ROW
+
+
+def test_a_switch_that_is_none(tmp_path):
+    with pytest.raises(ValueError, match=r"environment\.rows_may_name_code='maybe'"):
+        run_of(tmp_path, [ROW], **{"environment.rows_may_name_code": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("env_class", "columns", "chosen"),
+    [
+        ("sort_digits", {"observe": "os:system"}, {}),
+        ("gsm8", {}, {}),  # there is none, which is said later
+        ("pkg.module:Class", {}, "env_class"),
+        ("jaxrl.envs.toys.sort_digits:SortDigitsEnv", {}, "env_class"),
+        ("reasoning_gym:chain_sum", {}, {}),
+        ("skyrl_gym:gsm8k", {}, {}),
+        ("skyrl_gym:lcb", {}, "env_class"),
+        ("gymnasium:FrozenLake-v1", {"make": '{"is_slippery": false}'}, {}),
+        ("gymnasium:FrozenLake-v1", {"observe": "os:system"}, {"observe": "os:system"}),
+        ("gymnasium:FrozenLake-v1", {"observe": None}, {}),
+        ("gymnasium:pkg.envs:Mine-v0", {}, "env_class"),
+        ("gymnasium:GymV26Environment-v0", {"make": '{"env_id": "pkg:Mine-v0"}'}, "env_class"),
+        ("openenv:http://127.0.0.1:8000", {}, "env_class"),
+        ("verifiers:gsm8k", {"env_args": "{}"}, "env_class"),
+    ],
+)
+def test_what_of_a_row_chooses_code_or_a_server(env_class, columns, chosen):
+    if chosen == "env_class":
+        chosen = {"env_class": env_class}
+    assert envs.code_of(env_class, columns) == chosen
+    row = prompt(0, env_class, **columns)
+    if "observe" not in chosen:  # the config's own environment
+        refuse_code([row], env_class)
+    if chosen:
+        with pytest.raises(ConfigError, match=f"prompt 0:0 has {next(iter(chosen))}="):
+            refuse_code([row], "gsm8k")
+
+
+def test_the_judge_of_an_environment_of_the_config_is_not_the_rows_to_choose():
+    args = '{"judge_base_url": "http://evil"}'
+    with pytest.raises(ConfigError, match="has env_args='{\"judge_base_url"):
+        refuse_code([prompt(0, "verifiers:gsm8k", env_args=args)], "verifiers:gsm8k")

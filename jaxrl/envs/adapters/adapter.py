@@ -36,6 +36,14 @@ class Adapter(Env):
         """
         return cls
 
+    @classmethod
+    def code_of(cls, name: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a row that choose what is imported, run or connected to.
+
+        What the library itself has under a name is no choice of the row's.
+        """
+        return {}
+
 
 def import_library(module: str, package: str, extra: str) -> Any:
     """Import and return a module of a library that only an adapter needs.

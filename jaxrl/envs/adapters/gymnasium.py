@@ -64,6 +64,17 @@ class GymnasiumEnv(Adapter):
         _find(name)
         return cls
 
+    @classmethod
+    def code_of(cls, name: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `observe`, and `env_class` with a module in it.
+
+        That of an environment of the old gym, too, whose name and module are in `make`.
+        """
+        found = {"observe": extras["observe"]} if extras.get("observe") else {}
+        if ":" in name or name.startswith("GymV2"):
+            found["env_class"] = f"gymnasium:{name}"
+        return found
+
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Reset the environment and return the prompt with the first observation."""
         observation, info = self.env.reset(seed=self._seed)

@@ -58,6 +58,11 @@ class OpenEnvEnv(Adapter):
         _library()
         return cls
 
+    @classmethod
+    def code_of(cls, name: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `env_class`, which is an address."""
+        return {"env_class": f"openenv:{name}"}
+
     async def ready(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Open a session; `close` ends it.
 

@@ -10,6 +10,8 @@ from jaxrl.envs.adapters.adapter import Adapter, import_library
 from jaxrl.envs.protocol import Env, EnvSettings, StepOutput
 from jaxrl.types import Message
 
+_WITHOUT_SANDBOX = "lcb", "searchcode"
+
 
 class SkyRLGymEnv(Adapter):
     """Run an environment that `skyrl_gym.make` makes.
@@ -47,6 +49,11 @@ class SkyRLGymEnv(Adapter):
             module, _, attribute = made_by.partition(":")
             made_by = getattr(importlib.import_module(module), attribute)
         return _adapter_of(made_by)
+
+    @classmethod
+    def code_of(cls, name: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `env_class` of one that runs programs of the model without a sandbox."""
+        return {"env_class": f"skyrl_gym:{name}"} if name in _WITHOUT_SANDBOX else {}
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Open the conversation as skyrl-gym's environment does."""

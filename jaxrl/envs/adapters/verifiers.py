@@ -76,6 +76,13 @@ class VerifiersEnv(Adapter):
         _find(name)
         return cls
 
+    @classmethod
+    def code_of(cls, name: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `env_class`, a module, and `env_args`, which may say where its judge is."""
+        args = extras.get("env_args") or "{}"
+        found = {} if args == "{}" else {"env_args": args}
+        return {"env_class": f"verifiers:{name}", **found}
+
     async def init(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, prompt: list[Message]
     ) -> tuple[list[Message], dict[str, Any]]:
