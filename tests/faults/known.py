@@ -69,6 +69,22 @@ KNOWN = (
         "if False:",
         "tools/tinker/test_samplers.py",
     ),
+    # a harness would have all keys of the trainer
+    (
+        "rollout/server/agent_program.py",
+        "**child_environment(),",
+        "**__import__('os').environ,",
+        "rollout/server/test_agent_program.py",
+    ),
+    # a shell command of the model would reward itself
+    (
+        "rollout/server/sessions.py",
+        "own is not None and not hmac",
+        "own is None and not hmac",
+        "rollout/server/test_agent_program.py",
+    ),
+    # a row of a file would import a module
+    ("train.py", "if not (environment := ", "if (environment := ", "envs/test_readiness.py"),
 )
 
 
