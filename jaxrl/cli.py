@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 DONE, FAILED, REFUSED = 0, 1, 2  # FAILED: a check did, or an alarm has stopped the run
 CRASHED = 70  # the run may be started again
 STALLED = 75  # as well: it stood still
-INTERRUPTED = 130  # 128 + SIGINT, as of shells
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT or SIGTERM, as of shells
 MENDABLE = ValueError, OSError  # what a user can mend: wrong input, files and folders
 # That of a command which needs packages of an extra, too.
 MENDABLE_WITH_EXTRAS = *MENDABLE, ImportError
@@ -137,7 +137,14 @@ def end_in_one_line(interrupt: KeyboardInterrupt) -> None:
         sys.excepthook = _hook
 
 
-RESUMES = "interrupted; the same script resumes from the last checkpoint, if there is one"
+def ended(what: str, more: str, status: int) -> int:
+    """Say on stderr that a signal has ended a run, and what to do; return its exit status."""
+    print(f"{what}; {more}", file=sys.stderr)
+    return status
+
+
+AGAIN = "the same script resumes from the last checkpoint, if there is one"
+RESUMES = f"interrupted; {AGAIN}"
 _hooks: list[Callable[..., Any]] = []  # what was there before ours
 
 

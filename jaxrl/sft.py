@@ -38,7 +38,15 @@ from jaxrl.files import FolderError, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
-from jaxrl.parallel import is_first, make_mesh, put, record_folder, replicated, same_in_all
+from jaxrl.parallel import (
+    allgather,
+    is_first,
+    make_mesh,
+    put,
+    record_folder,
+    replicated,
+    same_in_all,
+)
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import CompilationWatch, enable_cache
 from jaxrl.parallel.devices import check_devices
@@ -58,6 +66,7 @@ from jaxrl.records.loggers import check_installed
 from jaxrl.records.resume_identity import fingerprint
 from jaxrl.records.run_folders import RunFolders
 from jaxrl.records.run_logger import RunLogger
+from jaxrl.signals import Ended, Ending
 from jaxrl.training.build import assemble_policy, assemble_update
 from jaxrl.training.objective import step_metrics
 from jaxrl.training.optim import init_state
@@ -119,6 +128,7 @@ class SFTTrainer:
         self.folders: RunFolders | None = None  # held; None: `train` takes them
         self.display = display
         self.state: TrainState
+        self.saved = 0  # the last step with a checkpoint of this process
         self.logger: RunLogger
         self._build()
 
@@ -162,7 +172,11 @@ class SFTTrainer:
     # ---------------------------------------------------------------- the loop
 
     def train(self) -> TrainState:
-        """Train from the newest checkpoint, or from the start, to the last step."""
+        """Train from the newest checkpoint, or from the start, to the last step.
+
+        Raises:
+            signals.Ended: SIGTERM or Ctrl-C has ended it after a step.
+        """
         trainer = self.config.trainer
         self.state = self.updater.offload(self.restore_or_init())
         if trainer.use_sample_packing is True and isinstance(self.model, AdaptedModel):
@@ -187,6 +201,7 @@ class SFTTrainer:
         for line in self.logger.lines.earlier:
             self.display.course.read(int(line["step"]), line)
         with (
+            contextlib.ExitStack() as ended,
             CompilationWatch(warm_after=first + 1) as self.watch,
             contextlib.closing(self),
             contextlib.closing(self.logger),
@@ -197,6 +212,8 @@ class SFTTrainer:
                 self.warm_up()
             if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
                 self.record(0, self.evaluate())
+            step, number, saves = first, None, trainer.ckpt_interval > 0
+            ending = ended.enter_context(Ending(first + 1, saves=saves))
             for step in range(first + 1, self.total_steps + 1):
                 folders.refuse_if_lost()
                 activity.begin_step(step)
@@ -205,7 +222,13 @@ class SFTTrainer:
                     metrics |= self.evaluate()
                 self.record(step, metrics)
                 self.save(step)
+                told = allgather(ending.asked_by(step))
+                if number := next(filter(None, told), None):
+                    if saves and self.saved < step:
+                        self._write(step, exports=False, saves=True)
+                    break
             self.logger.plot(CURVES, "loss per token")
+        ending.leave(step, number)
         return self.state
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -313,15 +336,20 @@ class SFTTrainer:
         epoch_end = step % self.steps_per_epoch == 0
         exports = self._due(step, trainer.hf_save_interval)
         saves = self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0)
-        if self.folders and (exports or saves):
+        if exports or saves:
+            self._write(step, exports=exports, saves=saves)
+
+    def _write(self, step: int, *, exports: bool, saves: bool) -> None:
+        if self.folders:
             self.folders.check()
         if exports:
-            self.export(Path(trainer.export_path) / f"global_step_{step}" / "policy")
+            self.export(Path(self.config.trainer.export_path) / f"global_step_{step}" / "policy")
         if saves:
             self.logger.plot(CURVES, "loss per token")
             self.logger.flush()
             with activity.doing(f"saving step {step}"):  # last: a resumed run goes on here
                 self.checkpointer.save(step, self.state, self.meta)
+            self.saved = step
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder, or its adapters as a PEFT folder."""
@@ -468,6 +496,8 @@ def main(argv: Sequence[str]) -> int:
         return cli.refuse(error)
     try:
         trainer.train()
+    except Ended as ended:
+        return cli.ended(str(ended), where_it_resumes(trainer.config.trainer), ended.code)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(where_it_resumes(trainer.config.trainer)) from error
     except (CheckpointError, FolderError) as error:

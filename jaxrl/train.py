@@ -84,6 +84,7 @@ from jaxrl.rollout.native.recompute import RecomputeEngine
 from jaxrl.rollout.protocol import Engine
 from jaxrl.rollout.server.build import served_model
 from jaxrl.rollout.server.server import AddressError, HttpServer
+from jaxrl.signals import Ended, Terminated
 from jaxrl.train_async import AsyncTrainer
 from jaxrl.trainer import NothingLearnt, Trainer
 from jaxrl.training.build import devices_of
@@ -615,7 +616,7 @@ def _check_export(trainer: Trainer) -> None:
 def for_scripts(body: Callable[P, T]) -> Callable[P, T]:
     """Make what a script calls warn in one line, and refuse without jaxrl's own frames.
 
-    A Ctrl-C that the script does not catch ends it with one line.
+    A Ctrl-C or SIGTERM that the script does not catch ends it with one line.
     """
 
     @functools.wraps(body)
@@ -623,9 +624,13 @@ def for_scripts(body: Callable[P, T]) -> Callable[P, T]:
         try:
             with cli.plain_warnings():
                 return body(*args, **kwargs)
-        except KeyboardInterrupt as error:
-            cli.end_in_one_line(error)
+        except Terminated as ended:
+            cli.ended(str(ended), cli.AGAIN, ended.code)
             raise
+        except KeyboardInterrupt as error:
+            plain = KeyboardInterrupt(*error.args)  # of no other kind does Python make its own end
+            cli.end_in_one_line(plain)
+            raise plain from error
         except cli.MENDABLE_WITH_EXTRAS as error:
             if not says_all(error):
                 raise
@@ -680,6 +685,8 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
             trainer = run.run()
         else:
             run.train(trainer)
+    except Ended as ended:
+        return cli.ended(str(ended), where_it_resumes(run.config.trainer), ended.code)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(where_it_resumes(run.config.trainer)) from error
     except jax.errors.JaxRuntimeError as error:

@@ -141,6 +141,7 @@ class Trainer:
     initial_state: Mapping[str, Any] = {}  # what a subclass keeps between steps; see `remember`
     held_groups: Sequence[int] = ()  # numbers in the ledger of groups that wait to be trained
     ledger_facts: Mapping[str, Any] = {}  # that the audit must know of a subclass
+    saved = 0  # the last step with a checkpoint of this process
     updates, skipped = 0, 0  # of the policy by this process, and how many were not finite
     next_ordinal: int | None = None  # of the first prompt never handed out; None: none waits
     wait_for = staticmethod(run_now)  # for a coroutine
@@ -302,6 +303,7 @@ class Trainer:
 
         Raises:
             NothingLearnt: at the end, where every update was skipped.
+            signals.Ended: SIGTERM or Ctrl-C has ended it after a step.
         """
         trainer = self.config.trainer
         self.recorder.start_clock()
@@ -330,6 +332,7 @@ class Trainer:
                     self.warm_up()
             if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
                 recorder.record(0, recorder.evaluate(0, self.evaluate))
+            recorder.begin_steps()
             for step in range(first + 1, self.total_steps + 1):
                 with recorder.step(step):
                     before = self.memory_of_callbacks()
@@ -343,10 +346,13 @@ class Trainer:
                 recorder.record(step, metrics)  # 9
                 self.save(step)
                 if recorder.stops():
+                    if recorder.ended_by and trainer.ckpt_interval > 0 and self.saved < step:
+                        self._write(step, exports=False, saves=True)
                     break
             with activity.doing("the last save"), timed(self.seconds, "save_checkpoints"):
                 self.checkpointer.wait()
                 self.ledger.commit()  # raises what the last write met
+        recorder.ending.leave(recorder.finished_steps, recorder.ended_by)
         if (
             self.updates
             and self.skipped == self.updates
@@ -823,27 +829,26 @@ class Trainer:
         due = self._due(step, trainer.ckpt_interval) or (epoch_end and trainer.ckpt_interval > 0)
         exports = self._due(step, trainer.hf_save_interval)
         saves = self.recorder.take("should_save") or due
-        if not (exports or saves):
-            return
-        with timed(self.seconds, "save_checkpoints"):
-            self.recorder.check_folders()
-        with activity.doing(f"saving step {step}"):
+        if exports or saves:
             self._write(step, exports=exports, saves=saves)
 
     def _write(self, step: int, *, exports: bool, saves: bool) -> None:
-        trainer = self.config.trainer
-        if exports:
-            folder = Path(trainer.export_path) / f"global_step_{step}"
-            with timed(self.seconds, "save_hf_model"):
-                self.export(folder / "policy")
-                if self.critic:
-                    params = self.state.critic.params
-                    self.critic.weights.export(folder / "critic", params, self.tokenizer)
-        if saves:
-            self.recorder.flush()
-            with timed(self.seconds, "save_checkpoints"):  # last: a resumed run goes on after it
-                path = self.commit(step)
-            self.recorder.fire("on_save", step, ckpt_path=path)
+        with timed(self.seconds, "save_checkpoints"):
+            self.recorder.check_folders()
+        with activity.doing(f"saving step {step}"):
+            if exports:
+                folder = Path(self.config.trainer.export_path) / f"global_step_{step}"
+                with timed(self.seconds, "save_hf_model"):
+                    self.export(folder / "policy")
+                    if self.critic:
+                        params = self.state.critic.params
+                        self.critic.weights.export(folder / "critic", params, self.tokenizer)
+            if saves:
+                self.recorder.flush()
+                with timed(self.seconds, "save_checkpoints"):  # last: a resumed run is after it
+                    path = self.commit(step)
+                self.saved = step
+                self.recorder.fire("on_save", step, ckpt_path=path)
 
     def commit(self, step: int) -> str:
         """Save the state, groups under way, and where the ledger stands; return the path."""

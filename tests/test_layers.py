@@ -22,6 +22,7 @@ LAYERS = {
     "files": 0,
     "functions": 0,
     "activity": 0,
+    "signals": 0,
     "cli": 0,
     "losses": 1,
     "advantages": 1,

@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     )
 
     def pass_on(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # what it started is its own to end
+            os.kill(child.pid, number)
 
     for number in signals:
         signal.signal(number, pass_on)

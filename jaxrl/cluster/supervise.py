@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxrl.cli import CRASHED, DONE, FAILED, REFUSED, STALLED
+from jaxrl.cli import CRASHED, DONE, FAILED, INTERRUPTED, REFUSED, STALLED, TERMINATED
 from jaxrl.cluster.host import Report
 from jaxrl.files import as_path, missing_packages_named
 
 FINAL = DONE, FAILED, REFUSED  # of a process; another attempt would end in the same way
+ASKED = INTERRUPTED, TERMINATED  # as well: a signal has ended it, and with it the job
 LOST = -1  # status of a process whose host does not answer any more
-POLL_SECONDS, GRACE_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 10.0, 300.0
+POLL_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 300.0
 SETTLE_SECONDS = 3.0  # for others to say why, once one has ended
 STEP_PREFIX = "global_step_"  # of jaxrl.records.checkpoint_folders
 # What a process says of a job that stands still: `parallel.watchdog`, and faulthandler's timer.
@@ -178,7 +179,7 @@ def supervise(
                 status, why = _attempt(start, restarts.mode())
             except Interrupted as interrupt:
                 return 128 + interrupt.args[0]
-            if status in FINAL:
+            if status in FINAL + ASKED:
                 return _say(why, status) if why else status
             seconds = restarts.next()
             if seconds is None:
@@ -204,7 +205,8 @@ def _attempt(
     try:
         return _outcome(_decisive(attempt, console, running))
     except Interrupted as interrupt:
-        _say(f"signal {interrupt.args[0]}: ending all processes")
+        name = signal.Signals(interrupt.args[0]).name
+        _say(f"{name}: passed on to all processes, waiting for their end; once more kills them")
         _end_gently(attempt, console, running, interrupt.args[0])
         raise
     finally:
@@ -214,7 +216,8 @@ def _attempt(
 def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report | None:
     """Wait for the report that ends the attempt and return it, None if all ended well.
 
-    That of the first, unless another process says why: what the user must mend makes others crash.
+    That of the first, unless another process says why: what the user must mend makes others crash,
+    and so may a signal that ended one of them before its first step.
     Where the job stands still its status is STALLED, and its text says where.
     """
     failed: list[Report] = []
@@ -228,7 +231,7 @@ def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report |
             break
         if failed:
             deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
-    final = [report for report in failed if report.status in FINAL]
+    final = [report for report in failed if report.status in FINAL + ASKED]
     return next(iter(final + failed), None)
 
 
@@ -292,18 +295,21 @@ def _outcome(first: Report | None) -> tuple[int, str]:
     ended = f"ended with status {first.status}"
     if first.status == LOST:
         ended = "was lost with its host"
+    elif first.status in ASKED:
+        ended = f"was ended by {signal.Signals(first.status - 128).name}"
     elif first.status > 128 or first.status < 0:
         ended = f"was killed by signal {first.status - 128 if first.status > 0 else -first.status}"
     return first.status, f"process {first.index} {ended}"
 
 
 def _end_gently(attempt: Attempt, console: Console, running: set[int], number: int) -> None:
-    """Let the processes end by themselves; a second signal, and the rest is killed."""
-    deadline = time.monotonic() + GRACE_SECONDS
+    """Let the processes end by themselves, after the step that they do, however long it takes.
+
+    After a second signal the rest is killed, and so it is once one of them fails or stands still.
+    """
     with contextlib.suppress(Interrupted):
         attempt.signal(number)
-        while running and time.monotonic() < deadline:
-            _news(attempt, console, running)
+        _decisive(attempt, console, running)
 
 
 _late: list[list[int]] = []  # signals that came in the `_whole` blocks that run

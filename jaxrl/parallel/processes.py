@@ -57,8 +57,8 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     which wait for it in a computation. They end when it is gone. The first alone prints. A job that
     stands still for JAXRL_STALL_SECONDS ends, see `parallel.watchdog`; 0 = it is not watched.
 
-    Outside of a job an interrupt (Ctrl-C) is one line, with what `main` says in it, and status 130
-    as of shells.
+    An interrupt (Ctrl-C) that ends it at once is one line, with what `main` says in it, and status
+    130 as of shells. What `jaxrl.signals` ends after a step `main` returns.
     """
     distributed = "--distributed" in argv
     if not distributed and ADDRESS not in os.environ:
@@ -66,9 +66,8 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
             return main(argv)
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends it here and now
-            fix = "the same command resumes from the last checkpoint, if there is one"
-            print(f"interrupted; {str(interrupt) or fix}", file=sys.stderr)
-            return cli.INTERRUPTED
+            return _interrupted(interrupt)
+    alone = False  # it ends without waiting for the others
     try:
         start_processes()
         if seconds := _number(STALL, None):
@@ -79,14 +78,21 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     except ProcessError as error:
         cli.refuse(error)
         status = cli.CRASHED if isinstance(error, JoinError) else cli.REFUSED
+    except KeyboardInterrupt as interrupt:
+        status, alone = _interrupted(interrupt), True
     except BaseException:
         traceback.print_exc()
         status = cli.CRASHED
-    if status in (cli.REFUSED, cli.CRASHED):
+    if alone or status in (cli.REFUSED, cli.CRASHED):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> int:
+    fix = "the same command resumes from the last checkpoint, if there is one"
+    return cli.ended("interrupted", str(interrupt) or fix, cli.INTERRUPTED)
 
 
 def start_processes(

@@ -54,7 +54,7 @@ class TrainingCallback:
         """Run when weights are loaded and nothing is compiled."""
 
     def on_train_end(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """Run after the last step, or a stop; not after an error."""
+        """Run after the last step, or a stop; not after an error or a signal."""
 
     def on_epoch_start(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
         """Run before the first step over the prompts, once more."""

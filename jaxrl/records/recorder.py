@@ -14,7 +14,7 @@ import jax
 
 from jaxrl import activity, config as cfg
 from jaxrl.files import FolderError, replace_text
-from jaxrl.parallel import agree, is_first, record_folder
+from jaxrl.parallel import agree, allgather, is_first, record_folder
 from jaxrl.parallel.compilation import CompilationWatch
 from jaxrl.records.alarms import Alarm, Alarms
 from jaxrl.records.callbacks import CallbackInput, TrainingControl
@@ -25,6 +25,7 @@ from jaxrl.records.profiling import Profiler, memory_metrics
 from jaxrl.records.progress import timed
 from jaxrl.records.run_folders import RunFolders
 from jaxrl.records.run_logger import RunLogger
+from jaxrl.signals import Ending
 from jaxrl.types import GeneratorOutput, TrainBatch
 
 Notify = Callable[[str, CallbackInput, TrainingControl], None]
@@ -42,6 +43,7 @@ class Recorder:
 
     Attributes:
         control: what callbacks and alarms ask for; stopped_by_alarm: the run ended for one.
+        ended_by: number of the signal that ended it early, in whichever process; None = none.
         watch: counts compilations.
         display: what a person sees of the run.
         cards: by file name, written into the run folder when it is opened.
@@ -80,6 +82,7 @@ class Recorder:
         )
         self.total: dict[str, float] = {}
         self.stopped_by_alarm = False
+        self.ended_by: int | None = None
         self.cards: dict[str, str] = {}
         self.folders: RunFolders | None = None
         self._started = self._line = time.perf_counter()
@@ -159,8 +162,9 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         try:
-            if kind is None:
+            if kind is None and self.ended_by is None:  # else the run goes on another time
                 self.fire("on_train_end", self.finished_steps)
+            if kind is None:
                 with timed(self.seconds, "log"):
                     self.logger.plot()
             if kind is None and self.control.should_stop:
@@ -170,6 +174,11 @@ class Recorder:
         self._say_times()
 
     # ---------------------------------------------------------------- the events of a step
+
+    def begin_steps(self) -> None:
+        """Have signals end the run after a step from now on, see `jaxrl.signals`."""
+        saves = self.settings.ckpt_interval > 0
+        self.ending = self._stack.enter_context(Ending(self.finished_steps + 1, saves=saves))
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -236,12 +245,12 @@ class Recorder:
         return agree(asked)
 
     def stops(self) -> bool:
-        """Return whether the run is to end after this step."""
-        control = self.control
-        control.should_stop, self.stopped_by_alarm = agree(
-            (control.should_stop, self.stopped_by_alarm)
-        )
-        return control.should_stop
+        """Return whether the run is to end after this step: of a signal any process may tell."""
+        control, number = self.control, self.ending.asked_by(self.finished_steps)
+        told = allgather((control.should_stop, self.stopped_by_alarm, number))
+        control.should_stop, self.stopped_by_alarm, _ = told[0]
+        self.ended_by = next((number for *_, number in told if number), None)
+        return control.should_stop or self.ended_by is not None
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the numbers of a step: its own, the times since the last line, the alarms."""

@@ -1,6 +1,6 @@
 """A step of a job in whose first attempt the last process stands still; argv: how, the attempt.
 
-And a callback that stands still once.
+And callbacks: one that stands still once, one that takes its time.
 """
 
 import ctypes
@@ -39,6 +39,13 @@ class StandsStillOnce(TrainingCallback):
         if jax.process_index() == 1 and callback_input.global_step == 4 and not mark.exists():
             mark.touch()
             reading()
+
+
+class TakesItsTime(TrainingCallback):
+    """In each step."""
+
+    def on_step_start(self, trainer, callback_input: CallbackInput, control: TrainingControl):
+        time.sleep(1.0)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -209,6 +211,35 @@ def test_hosts_are_nodes_of_a_ray_cluster(whole, tmp_path):
     finally:
         cluster.shutdown()
     assert "restart 1 of 3 in a row" in job_text(tmp_path)
+
+
+@pytest.mark.parametrize("victim", ["1", None])
+def test_a_job_ends_with_a_checkpoint_of_the_step_that_was_being_done(whole, tmp_path, victim):
+    """Whether the launcher is told or one process; test_signals.py has one process in `make test`.
+
+    SIGTERM to a process tells the other one, which has none, and the launcher starts nothing again.
+    """
+    settings = {
+        "trainer.ckpt_interval": 100,  # which is none but that of the end
+        "trainer.watching.callbacks": "['tests.cluster.stalling_job:TakesItsTime']",
+    }
+    job = Launched(tmp_path, LOCAL.format(2), **settings)
+    lines = tmp_path / "quickstart" / "metrics.jsonl"
+    while not lines.exists() or len(lines.read_text().splitlines()) < 2:
+        assert job.process.poll() is None, job.said()
+        time.sleep(0.01)
+    os.kill(job.pids()[victim] if victim else job.process.pid, signal.SIGTERM)
+    assert job.process.wait(600) == 143, job.said()
+    said = job.said()
+    step = re.search(r"SIGTERM: ended after step (\d); the same command resumes after step \1", said)
+    assert step, said
+    assert (tmp_path / f"checkpoints/global_step_{step[1]}").is_dir()
+    assert "restart" not in said and "Traceback" not in said
+    again = Launched(tmp_path, LOCAL.format(2), **settings)
+    assert_same(again.finish(), whole)
+    with closing(sqlite3.connect(tmp_path / "quickstart" / "run.db")) as db:
+        done = db.execute("SELECT step FROM steps ORDER BY id").fetchall()
+    assert [number for (number,) in done] == [1, 2, 3, 4, 5]  # none of them twice
 
 
 def job_text(folder: Path) -> str:

@@ -297,14 +297,13 @@ def start(mode):
     host.start(starts)
     return host, {0: "", 1: ""}
 import jaxrl.cluster.supervise as supervising
-supervising.GRACE_SECONDS = 0.5
 sys.exit(supervise(start, Restarts(3, 1.0, lambda: 0, "latest")))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
-    """Passed on; the process that does not heed it is killed."""
+    """Passed on; the process that does not heed it is killed by the second."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER],
         cwd=tmp_path,
@@ -316,11 +315,45 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
     time.sleep(0.05)
     process.send_signal(number)
+    ends = [process.stdout.readline() for _ in range(1 if number == signal.SIGTERM else 2)]
+    if number == signal.SIGTERM:  # process 1 has all the time that it wants, as a long step
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        process.send_signal(number)
     out, err = process.communicate()
     assert process.returncode == 128 + number
-    assert out == "ends\n" * (1 if number == signal.SIGTERM else 2)
-    assert f"launch: signal {int(number)}: ending all processes" in err
+    assert (ends, out) == (["ends\n"] * len(ends), "")
+    name = signal.Signals(number).name
+    assert f"launch: {name}: passed on to all processes, waiting for their end; once more" in err
     wait_until_dead(*pids)
+
+
+@pytest.mark.parametrize("status", [130, 143])
+def test_a_process_that_a_signal_ended_is_not_started_again(tmp_path, capfd, status):
+    """It told the others, or they lost it before their first step: nobody goes on without it."""
+    code = f"sys.exit({status} if index else 70)"
+    job = Job(tmp_path, code)
+    assert job.run() == status
+    assert len(job.modes) == 1
+    name = signal.Signals(status - 128).name
+    assert f"launch: process 1 was ended by {name}" in capfd.readouterr().err
+
+
+def test_a_job_that_fails_while_it_ends_is_ended(tmp_path, monkeypatch):
+    """The others wait for what will not come."""
+    monkeypatch.setattr(supervising, "SETTLE_SECONDS", 0.1)
+    code = """
+signal.signal(signal.SIGTERM, (lambda *_: sys.exit(70)) if index else signal.SIG_IGN)
+if index == 0:
+    while not os.path.exists("ready"):
+        time.sleep(0.01)
+    os.kill(LAUNCHER, signal.SIGTERM)
+open("ready", "w").close()
+time.sleep(100)
+"""
+    job = Job(tmp_path, code.replace("LAUNCHER", str(os.getpid())))
+    assert job.run() == 143
+    assert len(job.modes) == 1
 
 
 def test_a_signal_never_interrupts_a_look_at_the_processes():

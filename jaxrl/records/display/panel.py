@@ -3,7 +3,6 @@
 import contextlib
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from rich.text import Text
 from jaxrl import activity
 from jaxrl.records.display.course import Course, clock_time, number
 from jaxrl.records.display.plain import Display, harmless, is_terminal
+from jaxrl.signals import before_sigterm
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ALARMS = 3  # that stay in the panel
@@ -273,34 +273,6 @@ class Keys:
                 return
             if action := self.actions.get(key):
                 action()
-
-
-@contextlib.contextmanager
-def before_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """Call a function before SIGTERM ends the process, unless something else takes that signal.
-
-    As every handler in Python it runs between two lines: a compilation is waited for.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    ours = os.getpid()  # a forked child has the handler, too, and the terminal is not its own
-
-    def end(number: int, frame: object) -> None:
-        with contextlib.suppress(OSError):
-            if os.getpid() == ours:
-                leave()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _in_foreground(terminal: int) -> bool:
