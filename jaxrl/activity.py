@@ -15,7 +15,7 @@ from types import SimpleNamespace
 QUIET, TIDY, FULL = range(3)
 _printed = SimpleNamespace(level=FULL)
 _going_on: dict[int, "Activity"] = {}
-_place = SimpleNamespace(step=0, phases=[], count=0)
+_place = SimpleNamespace(step=0, phases=[], count=0, known=set())
 
 
 @dataclass
@@ -87,11 +87,14 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         _place.phases.remove(name)
+        _place.known.add(name)
         progressed()
 
 
 def begin_step(step: int) -> None:
     """Tell that a step begins."""
+    if _place.step:
+        _place.known.add("")
     _place.step = step
     progressed()
 
@@ -103,8 +106,18 @@ def progressed() -> None:
 
 def place() -> str:
     """Say where the run is: "generate of step 3", the innermost phase."""
-    phases = _place.phases[-1:] or ["between phases"]
-    return f"{phases[0]} of step {_place.step}" if _place.step else phases[0]
+    name = kind() or "between phases"
+    return f"{name} of step {_place.step}" if _place.step else name
+
+
+def kind() -> str:
+    """Return the name of the innermost phase; "" between phases."""
+    return _place.phases[-1] if _place.phases else ""
+
+
+def is_known(phase_name: str) -> bool:
+    """Return whether such a phase has ended before, or, of "", a step."""
+    return phase_name in _place.known
 
 
 def progress() -> tuple[object, ...]:

@@ -46,6 +46,7 @@ from jaxrl.parallel import (
     record_folder,
     replicated,
     same_in_all,
+    watchdog,
 )
 from jaxrl.parallel.checksums import checksums
 from jaxrl.parallel.compilation import CompilationWatch, enable_cache
@@ -202,6 +203,7 @@ class SFTTrainer:
             self.display.course.read(int(line["step"]), line)
         with (
             contextlib.ExitStack() as ended,
+            watchdog.watched(trainer.cluster.stall_seconds, 0.0),
             CompilationWatch(warm_after=first + 1) as self.watch,
             contextlib.closing(self),
             contextlib.closing(self.logger),

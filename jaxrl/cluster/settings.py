@@ -28,7 +28,7 @@ class Settings(NamedTuple):
     restart_backoff_seconds: float
     start_seconds: int
     heartbeat_seconds: int
-    stall_seconds: int
+    stall_seconds: int | None
 
     def restarts(self) -> Restarts:
         """Return the restarts of a job that has had none yet."""
@@ -45,10 +45,11 @@ class Settings(NamedTuple):
 
     def limits(self) -> dict[str, str]:
         """Return the seconds that `jaxrl.parallel.processes` reads in the environment."""
+        stall = "auto" if self.stall_seconds is None else str(self.stall_seconds)
         return {
             "JAXRL_START_SECONDS": str(self.start_seconds),
             "JAXRL_HEARTBEAT_SECONDS": str(self.heartbeat_seconds),
-            "JAXRL_STALL_SECONDS": str(self.stall_seconds),
+            "JAXRL_STALL_SECONDS": stall,
         }
 
 

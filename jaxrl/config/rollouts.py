@@ -116,6 +116,17 @@ def in_process(config: TrainConfig) -> bool:
     return engine.run_engines_locally and not started
 
 
+def longest_wait(config: TrainConfig) -> float | None:
+    """Return the seconds after which a run gives up what it waits for while it samples.
+
+    That is one call of an environment, or one of a server; None = it waits for ever.
+    """
+    limit = config.environment.skyrl_gym.env_timeout_seconds
+    if limit is None or in_process(config):
+        return limit
+    return max(limit, config.generator.inference_engine.request_timeout_seconds)
+
+
 def leaves_out_ids(config: TrainConfig) -> bool:
     """Return whether what samples is jaxrl's own head, which can leave ids of the model out."""
     engine = config.generator.inference_engine

@@ -29,6 +29,10 @@ _COUNTED = mapped(
 )
 CONTEXT_STRATEGIES = ("gather", "ring", "ulysses")
 EXPERT_EXCHANGES = ("gather", "all_to_all")
+_LIMIT = must(
+    lambda value: value is None or value >= 0,
+    "must be a number of seconds, 0 (no limit), or None (it follows from the run's phases)",
+)
 _OWN_FOLDER = "unset, in the run folder; of one run alone"
 _SEQUENCE_PARALLEL = mapped("mesh.context")
 _MODEL_CHANGES = implemented("an unknown field is an error")
@@ -205,10 +209,12 @@ class ClusterConfig(BaseConfig):
     """Within which all hosts must be free and all processes must have joined the job."""
     heartbeat_seconds: Annotated[int, positive] = 100
     """After which a silent process counts as dead; the others then end, too."""
-    stall_seconds: Annotated[int, not_negative] = 3600
-    """Seconds in which no process of the job does anything, after which all print their stacks and
-    are started again; 0 = no limit. What counts is a phase that begins or ends, a block of tokens,
-    a trajectory, a compiled program: it must be longer than the slowest of these."""
+    stall_seconds: Annotated[int | None, _LIMIT] = None
+    """Seconds in which no process of the run does anything, after which all print their stacks;
+    under the launcher they are started again. None = ten times the longest silence of earlier
+    phases of the kind, at least 300; 3600 in the first of its kind and while something compiles;
+    0 = no limit. What counts as done is a phase that begins or ends, a block of tokens, a
+    trajectory, a compiled program: a number must be longer than the slowest of these."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ order, in their main thread.
 """
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -54,15 +55,19 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     """Run `main(argv)`, in a process of a job if the environment or --distributed says so.
 
     A process that fails ends at once: at its regular end JAX would have it wait for the others,
-    which wait for it in a computation. They end when it is gone. The first alone prints. A job that
-    stands still for JAXRL_STALL_SECONDS ends, see `parallel.watchdog`; 0 = it is not watched.
+    which wait for it in a computation. They end when it is gone. The first alone prints. With
+    JAXRL_STALL_SECONDS, which the launcher sets, a process that stands still ends, see
+    `parallel.watchdog`: a number, "auto", or 0, it does not. SIGUSR1 has it print its stacks.
 
     An interrupt (Ctrl-C) that ends it at once is one line, with what `main` says in it, and status
     130 as of shells. What `jaxrl.signals` ends after a step `main` returns.
     """
     distributed = "--distributed" in argv
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if not distributed and ADDRESS not in os.environ:
         try:
+            _watch()
             return main(argv)
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends it here and now
@@ -70,8 +75,7 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
     alone = False  # it ends without waiting for the others
     try:
         start_processes()
-        if seconds := _number(STALL, None):
-            watchdog.start(seconds)
+        _watch()
         quiet = contextlib.nullcontext() if is_first() else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with quiet as nothing, contextlib.redirect_stdout(nothing or sys.stdout):
             status = main([word for word in argv if word != "--distributed"])
@@ -88,6 +92,14 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _watch() -> None:
+    given = os.environ.get(STALL, "0")
+    if given == "auto":
+        watchdog.start(None)
+    elif seconds := _number(STALL, None):
+        watchdog.start(seconds)
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:

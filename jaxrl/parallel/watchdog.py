@@ -1,21 +1,29 @@
-"""End a job that stands still, with the stacks of all threads of its processes.
+"""Notice a run that stands still, and print the stacks of all threads of its processes.
 
 A thread of each process looks whether anything was done: a phase began or ended, a trajectory came,
 a program was compiled (`jaxrl.activity`). A process that waits for another does nothing itself, so
 the processes count together, in the coordinator's table. All of them notice it within one look.
 
-Whatever holds the interpreter's lock stops this thread, too. Each look therefore puts off a timer
-of `faulthandler`, which needs no lock, and prints the stacks; the launcher ends the process.
+How long a run may do nothing follows from the run itself: `limit`. In a job it is the longest of
+its processes' limits, for who waits in a short phase may wait for one that compiles.
+
+Under the launcher, which starts the job again, the process then ends. Else it says where it is, at
+twice the time again, and goes on waiting: nobody would start it. Whatever holds the interpreter's
+lock stops this thread, too. Where the process is to end each look therefore puts off a timer of
+`faulthandler`, which needs no lock, and prints the stacks; the launcher ends the process.
 """
 
+import contextlib
 import faulthandler
 import os
-import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,56 +34,142 @@ from jaxrl.cli import STALLED
 from jaxrl.parallel.compilation import COMPILED
 
 SIGN = "stalled: "  # before what a process says of itself; `cluster.supervise` looks for it
-KEY = "jaxrl/progress"
-LOOKS, SECONDS_BETWEEN = 20, 2.0  # within the limit, and at most between two
+COMPILER = os.path.join("jax", "_src", "compiler.py")
+KEY, LIMITS = "jaxrl/progress", "jaxrl/limits/"
+LOOKS, SECONDS_BETWEEN = 20, 2.0  # within a limit that is given, and at most between two
 STAY_SECONDS = 15.0  # for the others, which end when this process is gone, to say where they are
+# How often the longest silence of its kind a phase may be silent, and for how many seconds in any
+# case; and where there was none of its kind yet, or something is compiled.
+TIMES, LEAST_SECONDS, FIRST_SECONDS = 10, 300.0, 3600.0
+MARGIN_SECONDS = 60.0  # beyond a limit that the run itself keeps
+# Phases that may wait for what is sampled.
+SAMPLING = "generate", "eval", "sync_weights", "init_weight_sync_state"
+# `waits`: see `watched`; `on`: a thread watches; `compiled`: programs, since this was imported.
+_state = SimpleNamespace(waits=0.0, on=False, compiled=0)
 
 
-def start(seconds: float) -> None:
-    """Watch this process of a job from now on; a signal SIGUSR1 has it print its stacks.
-
-    It ends with status `STALLED`, but where something holds the interpreter's lock.
+def limit(given: float | None, longest: float | None, waits: float = 0.0) -> float:
+    """Return the seconds in which nothing is done after which a run stands still.
 
     Args:
-        seconds: in which the job does nothing.
+        given: `trainer.cluster.stall_seconds`; None = it follows from the others.
+        longest: silence of earlier phases of this kind; None = it is the first, or compiles.
+        waits: longest wait that the run ends by itself.
     """
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    jax.monitoring.register_event_duration_secs_listener(_listen)
-    threading.Thread(target=_watch, args=(seconds,), name="watchdog", daemon=True).start()
+    if given is not None:
+        return given
+    own = FIRST_SECONDS if longest is None else max(LEAST_SECONDS, TIMES * longest)
+    return max(own, waits and waits + MARGIN_SECONDS)
+
+
+def start(given: float | None) -> None:
+    """Watch this process from now on; it ends with status `STALLED` where it stands still.
+
+    Args:
+        given: see `limit`.
+    """
+    _start(given, ends=True)
+
+
+@contextlib.contextmanager
+def watched(given: float | None, waits: float | None) -> Iterator[None]:
+    """Have a run that stands still while the block runs say so, unless `start` has it end.
+
+    Args:
+        given: see `limit`; 0 = it is not watched.
+        waits: longest wait for what is sampled that the run ends by itself; None = any.
+    """
+    _state.waits = FIRST_SECONDS if waits is None else waits
+    if _state.on or given == 0:
+        yield
+        return
+    stop = _start(given, ends=False)
+    try:
+        yield
+    finally:
+        stop.set()
+        _state.on = False
+
+
+def _start(given: float | None, *, ends: bool) -> threading.Event:
+    stop, _state.on = threading.Event(), True
+    arguments = given, ends, stop
+    threading.Thread(target=_watch, args=arguments, name="watchdog", daemon=True).start()
+    return stop
 
 
 def _listen(event: str, duration_secs: float, **_: Any) -> None:
     if event == COMPILED:
+        _state.compiled += 1
         activity.progressed()
 
 
-def _watch(seconds: float) -> None:
-    pause = min(seconds / LOOKS, SECONDS_BETWEEN)
-    job, still, last = _Job(), 0.0, time.monotonic()
-    while still < seconds:
-        faulthandler.dump_traceback_later(seconds + pause, file=2)
-        time.sleep(pause)
+def _watch(given: float | None, ends: bool, stop: threading.Event) -> None:
+    jax.monitoring.register_event_duration_secs_listener(_listen)
+    try:
+        _look_until(stop, given, ends)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(_listen)
+
+
+def _look_until(stop: threading.Event, given: float | None, ends: bool) -> None:
+    pause = SECONDS_BETWEEN if given is None else min(given / LOOKS, SECONDS_BETWEEN)
+    job, longest, silent, said = _Job(), dict[str, float](), 0.0, 1
+    last, compiled = time.monotonic(), _state.compiled
+    while not stop.is_set():
+        kind = activity.kind()
+        known = None if _compiles() or not activity.is_known(kind) else longest.get(kind, 0.0)
+        own = limit(given, known, _state.waits if kind in SAMPLING else 0.0)
+        if ends:
+            faulthandler.dump_traceback_later(own + pause, file=2)
+        stop.wait(pause)
         now = time.monotonic()
-        # a process that was itself stopped has not seen that nothing was done
-        still = 0.0 if job.progressed() else still + min(now - last, 2 * pause)
+        if not job.progressed(own):
+            # a process that was itself stopped has not seen that nothing was done
+            silent += min(now - last, 2 * pause)
+        else:
+            if compiled == _state.compiled:  # else it has waited for that
+                longest[kind] = max(longest.get(kind, 0.0), silent)
+            if said > 1:
+                activity.warn(f"the run goes on: {activity.place()}, after {silent:.0f} s")
+            silent, said, compiled = 0.0, 1, _state.compiled
         last = now
-    _say(still, seconds)
-    time.sleep(STAY_SECONDS)
-    os._exit(STALLED)
+        if silent >= own * said and silent >= job.limit(own) * said:
+            _say(silent, given, own)
+            said *= 2
+            if ends:
+                time.sleep(STAY_SECONDS)
+                os._exit(STALLED)
+
+
+def _compiles() -> bool:
+    """Return whether a thread is in JAX's compiler, which tells only once it is done."""
+    stacks = map(traceback.walk_stack, sys._current_frames().values())
+    frames = (frame for stack in stacks for frame, _ in stack)
+    return any(frame.f_code.co_filename.endswith(COMPILER) for frame in frames)
 
 
 class _Job:
-    """Tell whether any process has done something since the last time."""
+    """Tell whether any process has done something since the last time, and their limit."""
 
     def __init__(self) -> None:
         self._own: object = None
         self._total = ""
+        self._told = 0.0
+        self._alone = global_state.client is None
 
-    def progressed(self) -> bool:
+    def progressed(self, own_limit: float) -> bool:
         client, own = global_state.client, activity.progress()
+        if self._alone:
+            before, self._own = self._own, own
+            return before != own
         if client is None:  # the process ends, and has left the job
             return True
         try:
+            if own_limit != self._told:
+                name = f"{LIMITS}{global_state.process_id}"
+                client.key_value_set(name, str(own_limit), allow_overwrite=True)
+                self._told = own_limit
             if own != self._own:
                 self._own, self._total = own, str(client.key_value_increment(KEY, 1))
                 return True
@@ -84,13 +178,24 @@ class _Job:
             return False
         return before != self._total
 
+    def limit(self, own: float) -> float:
+        """Return the longest limit of the processes, that of this one among them."""
+        client = global_state.client
+        if self._alone or client is None:
+            return own
+        try:
+            return max(own, *(float(text) for _, text in client.key_value_dir_get(LIMITS)))
+        except jax.errors.JaxRuntimeError:
+            return own
 
-def _say(still: float, seconds: float) -> None:
+
+def _say(silent: float, given: float | None, own: float) -> None:
     """Print in one piece where this process is."""
     goes_on = activity.described(activity.going_on())
+    seconds = f"None, here {own:.0f}" if given is None else f"{given:g}"
     about = (
-        f"process {global_state.process_id} on {socket.gethostname()}: {activity.place()}, nothing "
-        f"done for {still:.0f} s (trainer.cluster.stall_seconds={seconds:g})"
+        f"process {global_state.process_id or 0} on {socket.gethostname()}: {activity.place()}, "
+        f"nothing done for {silent:.0f} s (trainer.cluster.stall_seconds={seconds})"
     )
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stacks:
         faulthandler.dump_traceback(stacks, all_threads=True)

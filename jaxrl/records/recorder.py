@@ -14,7 +14,7 @@ import jax
 
 from jaxrl import activity, config as cfg
 from jaxrl.files import FolderError, replace_text
-from jaxrl.parallel import agree, allgather, is_first, record_folder
+from jaxrl.parallel import agree, allgather, is_first, record_folder, watchdog
 from jaxrl.parallel.compilation import CompilationWatch
 from jaxrl.records.alarms import Alarm, Alarms
 from jaxrl.records.callbacks import CallbackInput, TrainingControl
@@ -150,7 +150,9 @@ class Recorder:
 
     def __enter__(self) -> Self:
         closed = map(contextlib.closing, (self, self.logger))
-        for part in (*closed, self.display, self.watch):
+        stall = self.settings.cluster.stall_seconds
+        noticed = watchdog.watched(stall, cfg.longest_wait(self.config))
+        for part in (*closed, self.display, self.watch, noticed):
             self._stack.enter_context(part)
         self._stack.callback(self.profiler.close)
         try:

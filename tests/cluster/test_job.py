@@ -231,7 +231,8 @@ def test_a_job_ends_with_a_checkpoint_of_the_step_that_was_being_done(whole, tmp
     os.kill(job.pids()[victim] if victim else job.process.pid, signal.SIGTERM)
     assert job.process.wait(600) == 143, job.said()
     said = job.said()
-    step = re.search(r"SIGTERM: ended after step (\d); the same command resumes after step \1", said)
+    line = r"SIGTERM: ended after step (\d); the same command resumes after step \1"
+    step = re.search(line, said)
     assert step, said
     assert (tmp_path / f"checkpoints/global_step_{step[1]}").is_dir()
     assert "restart" not in said and "Traceback" not in said
