@@ -1,22 +1,26 @@
 """Kill training runs at random instants, again and again, and see whether anything was lost.
 
     python -m benchmarks.chaos --kills 40 --kinds sync,turns,lockstep,free
+    python -m benchmarks.chaos --kills 30 --terms 15 --after-commit --kinds sync,carried,lora,sft
 
 Claim: 40 SIGKILLs at random instants, some in the middle of writing a checkpoint or the ledger, of
 synchronous, lockstep and free-running runs: after every one `jaxrl.audit` passes, and all kinds but
-the last end with the parameters and optimizer state of the run that was not disturbed, bit for bit.
+"free" end with the parameters and optimizer state of the run that was not disturbed, bit for bit.
+After a SIGTERM the newest checkpoint is that of the step which was being done: nothing is lost.
 
 "turns" is synchronous, with conversations of up to three turns, an environment that answers after
 random times, and fewer slots and pages than conversations, so that some make room for others;
 "guesses" is that, with an engine that guesses tokens. "carried" has a judge that takes its time,
-answers that go on in the next step, and guesses from what each prompt was answered before.
+answers that go on in the next step, and guesses from what each prompt was answered before. "lora"
+trains adapters, and a critic. "sft" is `jaxrl.sft`, which has no ledger and so no audit.
 
 Each run is `python -m jaxrl.train` on the task of the quickstart, in a process of its own, with a
 checkpoint every second step; asynchronous ones have an environment that takes its time, so that
 prompts are in flight at any instant. A kill is aimed at the start-up, at an instant of training, at
 a checkpoint that is being written, or at one of the next writes to the log of the ledger: strace,
 where it is installed, kills between the pages of a transaction. What was hit is read from what is
-left. The seed fixes what is aimed at; the instant is the machine's.
+left. The seed fixes what is aimed at; the instant is the machine's. --after-commit leaves out what
+falls before the first checkpoint of a run: there is nothing yet to resume from.
 """
 
 import argparse
@@ -26,6 +30,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -85,6 +90,15 @@ KINDS["carried"] = {
     "generator.inference_engine.speculative_tokens": 3,
     "generator.inference_engine.speculative_history": 32,
 }
+KINDS["lora"] = {
+    "trainer.policy.model.lora.rank": 4,
+    "trainer.policy.model.lora.alpha": 8,
+    "trainer.critic.model.path": str(ROOT / "configs" / "tiny_char_model"),
+    "trainer.critic.model.random_init": True,
+    "trainer.algorithm.advantage_estimator": "gae",
+}
+SFT = "sft"
+KINDS[SFT] = {"data.train_data": ["jaxrl.envs.toys.addition:prompts(size=64, split='train')"]}
 INTERVALS = ("eval", "hf_save", "print_example")
 AIMS = ("start", "step", "save", "ledger")
 START_UP = 12.0  # seconds in which a kill at the start falls
@@ -126,21 +140,38 @@ class Run:
     Args:
         changes: of the config.
         cache: of compiled programs.
+        supervised: it is `jaxrl.sft`, on another recipe.
     """
 
-    def __init__(self, folder: Path, changes: dict[str, Any], steps: int, cache: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        changes: dict[str, Any],
+        steps: int,
+        cache: Path,
+        *,
+        supervised: bool = False,
+    ) -> None:
         self.folder, self.steps, self.cache = folder, steps, cache
+        self.supervised, self._begun = supervised, -1
         self.checkpoints, self.run_folder = folder / "checkpoints", folder / "quickstart"
+        recipe = "sft_addition.py" if supervised else "quickstart.py"
+        sampled = {
+            "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=64, seed=0)"],
+            "trainer.policy_mini_batch_size": 4,
+            "generator.n_samples_per_prompt": 4,
+        }
         config = cfg.apply_overrides(
-            cfg.load_config_file(str(ROOT / "configs" / "quickstart.py")),
+            cfg.load_config_file(str(ROOT / "configs" / recipe)),
             {
-                "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=64, seed=0)"],
+                **({} if supervised else sampled),
                 "data.val_data": [],
+                "trainer.run_name": "quickstart",
                 "trainer.max_training_steps": steps,
                 "trainer.epochs": steps,
                 "trainer.train_batch_size": 4,
-                "trainer.policy_mini_batch_size": 4,
-                "generator.n_samples_per_prompt": 4,
+                "trainer.micro_train_batch_size_per_gpu": 4,
+                "trainer.micro_forward_batch_size_per_gpu": 4,
                 "trainer.policy.optimizer_config.scheduler": "constant",
                 "trainer.ckpt_interval": 2,
                 "trainer.logger": [],
@@ -158,7 +189,9 @@ class Run:
 
     def start(self) -> subprocess.Popen:
         """In a process group of its own, which is killed whole."""
-        return self.command("jaxrl.train", f"--config={self.recipe}")
+        self._begun = self.finished()
+        module = "jaxrl.sft" if self.supervised else "jaxrl.train"
+        return self.command(module, f"--config={self.recipe}")
 
     def command(self, module: str, *words: str, flags: str = "") -> subprocess.Popen:
         """Start a module; what it prints goes to `output`."""
@@ -192,6 +225,12 @@ class Run:
         names = [p.name.removeprefix(f"{PREFIX}_") for p in self.checkpoints.glob(f"{PREFIX}_*")]
         return max((int(name) for name in names if name.isdigit()), default=0)
 
+    def finished(self) -> int:
+        """The last step that is recorded."""
+        lines = self.run_folder / "metrics.jsonl"
+        whole = lines.read_bytes().split(b"\n")[:-1] if lines.exists() else []
+        return json.loads(whole[-1])["step"] if whole else 0
+
     def half_written(self) -> set[tuple[str, int]]:
         """Checkpoints that are being written, or were when a process died."""
         found = self.checkpoints.glob("*orbax-checkpoint-tmp*")
@@ -213,11 +252,15 @@ class Run:
         return jax.device_get(manager.restore(self.steps, args=args)["state"])
 
     def attempts(self) -> int:
-        """How often it has begun."""
+        """How often it has begun; of one without a ledger, whether it has."""
+        if self.supervised:
+            return int(self.sampling())
         return len(self.rows("SELECT attempt FROM attempts"))
 
     def sampling(self) -> bool:
-        """Whether the last attempt has handed out prompts."""
+        """Whether the last attempt has handed out prompts; without a ledger, done a step."""
+        if self.supervised:
+            return self.finished() != self._begun
         mine = "SELECT 1 FROM groups WHERE attempt = (SELECT MAX(attempt) FROM attempts) LIMIT 1"
         return bool(self.rows(mine))
 
@@ -233,11 +276,15 @@ class Run:
                 return []
 
 
-def kill_once(run: Run, aim: str, rng: random.Random) -> str:
-    """Start, wait for what is aimed at, kill; says what was hit."""
+def kill_once(run: Run, aim: str, rng: random.Random, least: int) -> str:
+    """Start, wait for what is aimed at, kill; says what was hit.
+
+    Args:
+        least: step of a checkpoint that must be there.
+    """
     before = run.attempts(), run.half_written(), run.log_changed()
     attempts, left, _ = before
-    target = run.newest() + rng.choice([0, 2])
+    target = max(run.newest() + rng.choice([0, 2]), least)
     process = run.start()
     if aim == "start":
         time.sleep(rng.uniform(0, START_UP))
@@ -257,6 +304,22 @@ def kill_once(run: Run, aim: str, rng: random.Random) -> str:
     if process.wait() != -signal.SIGKILL:
         raise RuntimeError(f"the run ended before it was killed:\n{run.output()}")
     return "writing the ledger" if by_strace else hit(run, *before)
+
+
+def end_once(run: Run, rng: random.Random, least: int) -> tuple[str, list[str]]:
+    """Start, send SIGTERM in the midst of a step; say what went on, and what is wrong then."""
+    attempts, target = run.attempts(), max(run.newest() + rng.choice([0, 2]), least)
+    process = run.start()
+    _until(run, process, lambda: run.attempts() > attempts and run.sampling(), 0.05)
+    _until(run, process, lambda: run.newest() >= target, 0.002)
+    time.sleep(rng.uniform(0, 0.6))
+    went_on = doing(run)
+    os.kill(process.pid, signal.SIGTERM)
+    if process.wait() != 128 + signal.SIGTERM:
+        raise RuntimeError(f"SIGTERM ended the run with {process.returncode}:\n{run.output()}")
+    (*_, said) = re.findall(r"SIGTERM: ended after step (\d+)", run.output())
+    ended = int(said), run.newest(), run.finished()  # as it says, as is saved, as is recorded
+    return went_on, [] if len({*ended}) == 1 else [f"after a SIGTERM the steps are {ended}"]
 
 
 def _until(run: Run, process: subprocess.Popen, happens: Callable[[], bool], pause: float) -> None:
@@ -293,6 +356,13 @@ def hit(run: Run, attempts: int, left: set[tuple[str, int]], log_changed: int) -
         return "writing a checkpoint"
     if run.attempts() == attempts:
         return "starting"
+    return doing(run)
+
+
+def doing(run: Run) -> str:
+    """What the run does, as its ledger tells."""
+    if run.supervised:
+        return "training"
     last = run.rows(
         "SELECT 'sampling' AS name, MAX(id) AS at FROM groups UNION "
         "SELECT 'training', MAX(id) FROM trajectories UNION "
@@ -318,6 +388,8 @@ def torn(log: Path) -> bool:
 
 def check(run: Run) -> list[str]:
     """What the audit has to say against the run."""
+    if run.supervised:
+        return []
     try:
         results = audit(run.run_folder)
     except NothingToAudit as error:
@@ -326,27 +398,45 @@ def check(run: Run) -> list[str]:
     return [report(results)] if any(result.failures for result in results) else []
 
 
-def torment(folder: Path, kind: str, kills: int, rng: random.Random) -> dict[str, Any]:
-    """Kill a run of a kind, let it finish, compare it with one that was left alone."""
-    steps = 8 * kills + 16
-    killed = Run(folder / kind, KINDS[kind], steps, folder / "cache")
-    whole = Run(folder / f"{kind}-whole", KINDS[kind], steps, folder / "cache")
+def torment(
+    folder: Path, kind: str, kills: int, rng: random.Random, terms: int = 0, least: int = 0
+) -> dict[str, Any]:
+    """Disturb a run of a kind, let it finish, compare it with one that was left alone.
+
+    Args:
+        kills, terms: SIGKILLs and SIGTERMs, in any order.
+        least: see `kill_once`.
+    """
+    steps, supervised = 8 * (kills + terms) + 16, kind == SFT
+    killed, whole = (
+        Run(folder / name, KINDS[kind], steps, folder / "cache", supervised=supervised)
+        for name in (kind, f"{kind}-whole")
+    )
     whole.finish()  # fills the cache of compiled programs
-    hits, failures = collections.Counter[str](), check(whole)
-    for number in range(1, kills + 1):
-        aim = rng.choice(AIMS)
-        found = kill_once(killed, aim, rng)
-        hits[found] += 1
-        failures += (now := check(killed))
+    hits, ended, failures = collections.Counter[str](), collections.Counter[str](), check(whole)
+    signals = ["kill"] * kills + ["term"] * terms
+    rng.shuffle(signals)
+    for number, kind_of_signal in enumerate(signals, 1):
+        if kind_of_signal == "kill":
+            aims = [aim for aim in AIMS if not (supervised and aim == "ledger")]
+            aim = rng.choice([aim for aim in aims if killed.newest() >= least or aim != "start"])
+            found, now = kill_once(killed, aim, rng, least), []
+            hits[found] += 1
+        else:
+            aim = "step"
+            found, now = end_once(killed, rng, least)
+            ended[found] += 1
+        failures += (now := now + check(killed))
         verdict = "FAILED" if now else "passed"
         print(
-            f"{kind}: kill {number}, aimed at {aim}, hit {found}, after checkpoint "
+            f"{kind}: {kind_of_signal} {number}, aimed at {aim}, hit {found}, after checkpoint "
             f"{killed.newest()} of {steps}; audit {verdict}",
             flush=True,
         )
     killed.finish()
     failures += check(killed)
-    print(report(audit(killed.run_folder)))
+    if not supervised:
+        print(report(audit(killed.run_folder)))
     same = equal(killed.state(), whole.state())
     if kind != "free" and not same:
         failures.append(f"{kind}: the last state is not that of the undisturbed run")
@@ -355,6 +445,7 @@ def torment(folder: Path, kind: str, kills: int, rng: random.Random) -> dict[str
         "kills": kills,
         "steps": steps,
         "hits": dict(hits),
+        "terms": dict(ended),
         "equal": same,
         "failures": failures,
     }
@@ -368,12 +459,19 @@ def equal(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
 
 
+def shared(number: int, parts: int) -> list[int]:
+    """A number as so many whole ones, none above another by more than 1."""
+    return [number // parts + (i < number % parts) for i in range(parts)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write the JSON; 1 if something was lost."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=40, help="over all kinds, default: 40")
+    parser.add_argument("--terms", type=int, default=0, help="SIGTERMs as well, default: 0")
+    parser.add_argument("--after-commit", action="store_true", help="once there is a checkpoint")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep the runs there; it must not exist")
@@ -393,15 +491,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         given = arguments.folder
         folder = given or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        shares = [
-            arguments.kills // len(kinds) + (i < arguments.kills % len(kinds))
-            for i in range(len(kinds))
+        kills, terms = (shared(n, len(kinds)) for n in (arguments.kills, arguments.terms))
+        least = 2 if arguments.after_commit else 0
+        rows = [
+            torment(folder, kind, kills[i], rng, terms[i], least) for i, kind in enumerate(kinds)
         ]
-        rows = [torment(folder, *pair, rng) for pair in zip(kinds, shares, strict=True)]
     for row in rows:
-        hits = ", ".join(f"{name} {n}" for name, n in sorted(row["hits"].items()))
+        hits, ended = (
+            ", ".join(f"{name} {n}" for name, n in sorted(row[of].items()))
+            for of in ("hits", "terms")
+        )
         equality = "equal" if row["equal"] else "other"
-        print(f"{row['kind']:9}{row['kills']} kills ({hits}); last state {equality}")
+        ends = f", {sum(row['terms'].values())} SIGTERMs ({ended})" if ended else ""
+        print(f"{row['kind']:9}{row['kills']} kills ({hits}){ends}; last state {equality}")
         print(*row["failures"], sep="\n", end="")
     arguments.json.write_text(json.dumps({"benchmark": "chaos", "rows": rows}, indent=1))
     return int(any(row["failures"] for row in rows))

@@ -2,6 +2,7 @@
 go, and see whether anything was lost.
 
     python -m benchmarks.chaos_jobs --kills 40
+    python -m benchmarks.chaos_jobs --kills 10 --terms 5 --after-commit --kinds engines-2,servers-1
 
 Claim: after 40 kills of a launcher, of a process that leads an engine, of one that follows, or of a
 server, `jaxrl.audit` passes, and metrics, parameters and ledger of every step are those of the job
@@ -16,6 +17,9 @@ A victim is killed (SIGKILL), or stands still (SIGSTOP): then the others notice 
 there at first; one that went comes back before one of the next kills. "silence" is the longest time
 from what befell a process until the launcher said that it starts the job again, or until all was
 dead where the launcher itself was killed.
+
+SIGTERM to the launcher or to one process ends the whole job, which starts again from the step that
+was being done. --after-commit leaves out what falls before the first checkpoint of a job.
 """
 
 import argparse
@@ -24,6 +28,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos import ASYNCHRONOUS, Run, check
+from benchmarks.chaos import ASYNCHRONOUS, Run, check, shared
 from jaxrl.audit import audit, report
 from jaxrl.cluster.guard import descendants
 from jaxrl.files import check_file
@@ -59,6 +64,7 @@ SPANNING = {
 # The number is that of the processes; where none of the names says "servers" they have engines.
 KINDS: dict[str, dict[str, Any]] = {
     "engines-2": {},
+    "servers-1": LOCKSTEP,
     "servers-2": LOCKSTEP,
     "lockstep-2": LOCKSTEP,
     "free-2": {**LOCKSTEP, "trainer.fully_async.schedule": "free"},
@@ -217,10 +223,11 @@ class Kill:
     seconds: float = 0.0
 
 
-def strike(job: Job, rng: random.Random) -> Kill:
+def strike(job: Job, rng: random.Random, *, after_commit: bool = False) -> Kill:
     """Wait for an instant, have something befall the job, and wait until it was noticed."""
-    victims = [LAUNCHER, LEADER, FOLLOWER, *([SERVER] if job.servers else [])]
-    victim, aim = rng.choice(victims), rng.choice(("start", "step", "save"))
+    victims = [*victims_of(job), *([SERVER] if job.servers else [])]
+    first = after_commit and not job.newest()
+    victim, aim = rng.choice(victims), rng.choice(("step", "save", *(() if first else ("start",))))
     how = "killed"
     if victim != LAUNCHER and aim != "start" and rng.random() < 0.15:
         how = "frozen"  # nobody watches before all processes have joined: `start_seconds`
@@ -251,6 +258,30 @@ def strike(job: Job, rng: random.Random) -> Kill:
     if victim == LAUNCHER:
         job.start()
     return Kill(victim, how, aim, seconds)
+
+
+def victims_of(job: Job) -> list[str]:
+    """Return what there is of a job beside servers."""
+    return [LAUNCHER, LEADER, *([FOLLOWER] if job.processes > 1 else [])]
+
+
+def end(job: Job, rng: random.Random) -> tuple[Kill, list[str]]:
+    """Send SIGTERM in the midst of a step, start again; return to whom, and what is wrong then."""
+    victim = rng.choice(victims_of(job))
+    if job.servers:
+        job.servers.come(rng)
+    _wait_for(job, "step", rng)
+    began, pids = time.monotonic(), job.pids()
+    chosen = [i for i in pids if job.leads(i) == (victim == LEADER)]
+    os.kill(job.launcher.pid if victim == LAUNCHER else pids[rng.choice(chosen)], signal.SIGTERM)
+    status = job.launcher.wait(PATIENCE)
+    if status != 128 + signal.SIGTERM:
+        raise RuntimeError(f"SIGTERM ended the job with {status}:\n{job.output()}")
+    (*_, said) = re.findall(r"SIGTERM: ended after step (\d+)", job.output())
+    ended = int(said), job.newest(), job.finished()  # as it says, as is saved, as is recorded
+    job.start()
+    wrong = [] if len({*ended}) == 1 else [f"after a SIGTERM the steps are {ended}"]
+    return Kill(victim, "ended", "step", time.monotonic() - began), wrong
 
 
 def _wait_for(job: Job, aim: str, rng: random.Random) -> None:
@@ -331,9 +362,24 @@ def _ends(run: Run) -> dict[int, Any]:
     return {step: sorted(rows, key=repr) for step, rows in found.items()}
 
 
-def torment(folder: Path, kind: str, kills: int, rng: random.Random, limit: int) -> dict[str, Any]:
-    """Kill a job of a kind, let it finish, compare it with one that was left alone."""
-    steps, cache = 6 * kills + 8, folder / "cache"
+def torment(
+    folder: Path,
+    kind: str,
+    kills: int,
+    rng: random.Random,
+    limit: int,
+    terms: int = 0,
+    *,
+    after_commit: bool = False,
+) -> dict[str, Any]:
+    """Disturb a job of a kind, let it finish, compare it with one that was left alone.
+
+    Args:
+        kills, terms: what befalls it, and SIGTERMs, in any order.
+        limit: see `Job`.
+        after_commit: none of the former before there is a checkpoint.
+    """
+    steps, cache = 6 * (kills + terms) + 8, folder / "cache"
     whole = Job(folder / f"{kind}-whole", kind, steps, cache, limit)
     whole.finish()
     job = Job(folder / kind, kind, steps, cache, limit)
@@ -342,11 +388,17 @@ def torment(folder: Path, kind: str, kills: int, rng: random.Random, limit: int)
         job.servers.come()
     done, failures = list[Kill](), check(whole)
     try:
-        for number in range(1, kills + 1):
-            kill = strike(job, rng)
+        signals = ["kill"] * kills + ["term"] * terms
+        rng.shuffle(signals)
+        for number, kind_of_signal in enumerate(signals, 1):
+            now = list[str]()
+            if kind_of_signal == "term":
+                kill, now = end(job, rng)
+            else:
+                kill = strike(job, rng, after_commit=after_commit)
             done.append(kill)
-            failures += (now := check(job))
-            if kill.seconds > limit + STAY:
+            failures += (now := now + check(job))
+            if kill.how != "ended" and kill.seconds > limit + STAY:
                 now.append(f"{kind}: {kill} was noticed after {kill.seconds:.0f} s")
                 failures += now[-1:]
             print(
@@ -367,8 +419,9 @@ def torment(folder: Path, kind: str, kills: int, rng: random.Random, limit: int)
         "kind": kind,
         "steps": steps,
         "victims": collections.Counter(f"{kill.victim} {kill.how}" for kill in done),
-        "restarts": job.restarts() + sum(kill.victim == LAUNCHER for kill in done),
-        "silence": max((kill.seconds for kill in done), default=0.0),
+        "restarts": job.restarts()
+        + sum(kill.victim == LAUNCHER or kill.how == "ended" for kill in done),
+        "silence": max((kill.seconds for kill in done if kill.how != "ended"), default=0.0),
         "equal": not different,
         "failures": failures,
     }
@@ -396,6 +449,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=40, help="over all kinds, default: 40")
+    parser.add_argument("--terms", type=int, default=0, help="SIGTERMs as well, default: 0")
+    parser.add_argument("--after-commit", action="store_true", help="once there is a checkpoint")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"default: {','.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -419,9 +474,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = arguments.folder
         folder = given or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rows = []
-        for i, kind in enumerate(kinds):
-            share = arguments.kills // len(kinds) + (i < arguments.kills % len(kinds))
-            rows.append(torment(folder, kind, share, rng, arguments.limit))
+        each = zip(
+            kinds,
+            shared(arguments.kills, len(kinds)),
+            shared(arguments.terms, len(kinds)),
+            strict=True,
+        )
+        for kind, kills, terms in each:
+            after_commit = arguments.after_commit
+            rows.append(
+                torment(folder, kind, kills, rng, arguments.limit, terms, after_commit=after_commit)
+            )
             arguments.json.write_text(
                 json.dumps({"benchmark": "chaos_jobs", "rows": rows}, indent=1)
             )
