@@ -99,7 +99,7 @@ KINDS["lora"] = {
 }
 SFT = "sft"
 KINDS[SFT] = {"data.train_data": ["jaxrl.envs.toys.addition:prompts(size=64, split='train')"]}
-INTERVALS = ("eval", "hf_save", "print_example")
+INTERVALS = ("eval", "hf_save")
 AIMS = ("start", "step", "save", "ledger")
 START_UP = 12.0  # seconds in which a kill at the start falls
 
@@ -153,13 +153,14 @@ class Run:
         supervised: bool = False,
     ) -> None:
         self.folder, self.steps, self.cache = folder, steps, cache
-        self.supervised, self._begun = supervised, -1
+        self.supervised, self._starts, self._begun = supervised, 0, 0
         self.checkpoints, self.run_folder = folder / "checkpoints", folder / "quickstart"
         recipe = "sft_addition.py" if supervised else "quickstart.py"
         sampled = {
             "data.train_data": ["jaxrl.envs.toys.sort_digits:prompts(size=64, seed=0)"],
             "trainer.policy_mini_batch_size": 4,
             "generator.n_samples_per_prompt": 4,
+            "trainer.print_example_interval": -1,
         }
         config = cfg.apply_overrides(
             cfg.load_config_file(str(ROOT / "configs" / recipe)),
@@ -189,7 +190,7 @@ class Run:
 
     def start(self) -> subprocess.Popen:
         """In a process group of its own, which is killed whole."""
-        self._begun = self.finished()
+        self._starts, self._begun = self._starts + 1, self.finished()
         module = "jaxrl.sft" if self.supervised else "jaxrl.train"
         return self.command(module, f"--config={self.recipe}")
 
@@ -252,10 +253,16 @@ class Run:
         return jax.device_get(manager.restore(self.steps, args=args)["state"])
 
     def attempts(self) -> int:
-        """How often it has begun; of one without a ledger, whether it has."""
+        """How often it has begun; of one without a ledger, to do steps."""
         if self.supervised:
-            return int(self.sampling())
+            return self._starts - (not self.sampling())
         return len(self.rows("SELECT attempt FROM attempts"))
+
+    def handed_out(self) -> int:
+        """How many prompts were; without a ledger, how many steps are done."""
+        if self.supervised:
+            return self.finished()
+        return next((x for (x,) in self.rows("SELECT COUNT(*) FROM groups")), 0)
 
     def sampling(self) -> bool:
         """Whether the last attempt has handed out prompts; without a ledger, done a step."""
@@ -313,6 +320,8 @@ def end_once(run: Run, rng: random.Random, least: int) -> tuple[str, list[str]]:
     _until(run, process, lambda: run.attempts() > attempts and run.sampling(), 0.05)
     _until(run, process, lambda: run.newest() >= target, 0.002)
     time.sleep(rng.uniform(0, 0.6))
+    handed_out = run.handed_out()
+    _until(run, process, lambda: run.handed_out() > handed_out, 0.002)
     went_on = doing(run)
     os.kill(process.pid, signal.SIGTERM)
     if process.wait() != 128 + signal.SIGTERM:
@@ -407,7 +416,8 @@ def torment(
         kills, terms: SIGKILLs and SIGTERMs, in any order.
         least: see `kill_once`.
     """
-    steps, supervised = 8 * (kills + terms) + 16, kind == SFT
+    supervised = kind == SFT
+    steps = (24 if supervised else 8) * (kills + terms) + 16  # those of "sft" are short
     killed, whole = (
         Run(folder / name, KINDS[kind], steps, folder / "cache", supervised=supervised)
         for name in (kind, f"{kind}-whole")

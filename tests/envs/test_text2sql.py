@@ -2,6 +2,8 @@
 
 import hashlib
 import sqlite3
+import subprocess
+import sys
 
 import pytest
 
@@ -38,6 +40,26 @@ def ask(databases):
 
 
 # ---- queries -------------------------------------------------------------------------------------
+
+
+TERMINAL = """
+import os, signal, sys, threading
+from pathlib import Path
+from jaxrl.envs.tasks.sqlite_query import query
+signal.signal(signal.SIGINT, lambda *_: None)
+threading.Timer(0.3, os.killpg, (0, signal.SIGINT)).start()
+count = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 4000000)"
+print(query(Path(sys.argv[1]), f"{count} SELECT MAX(i) FROM n", 60.0, 1).rows)
+"""
+
+
+def test_ctrl_c_at_a_terminal_is_the_runs_alone(databases):
+    """It goes to a whole group of processes, and the run finishes the step that it is doing."""
+    command = [sys.executable, "-c", TERMINAL, str(databases / "shop/shop.sqlite")]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, start_new_session=True
+    )
+    assert done.stdout == "((4000000,),)\n", done.stderr
 
 
 def test_rows_come_back_as_they_are(ask):

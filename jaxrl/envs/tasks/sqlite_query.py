@@ -73,6 +73,7 @@ def query(path: Path, sql: str, seconds: float, max_rows: int) -> QueryResult:
             timeout=seconds,
             env=child_environment(),
             check=False,
+            start_new_session=True,  # Ctrl-C is the trainer's
         )
     except subprocess.TimeoutExpired:
         return QueryResult(error=f"no answer within {seconds:g} s")
