@@ -95,6 +95,7 @@ KINDS["lora"] = {
     "trainer.policy.model.lora.alpha": 8,
     "trainer.critic.model.path": str(ROOT / "configs" / "tiny_char_model"),
     "trainer.critic.model.random_init": True,
+    "trainer.critic_mini_batch_size": 4,
     "trainer.algorithm.advantage_estimator": "gae",
 }
 SFT = "sft"

@@ -215,7 +215,7 @@ class SFTTrainer:
             if first == 0 and trainer.eval_before_train and trainer.eval_interval > 0:
                 self.record(0, self.evaluate())
             step, number, saves = first, None, trainer.ckpt_interval > 0
-            ending = ended.enter_context(Ending(first + 1, saves=saves))
+            ending = ended.enter_context(Ending(first + 1, self.total_steps, saves=saves))
             for step in range(first + 1, self.total_steps + 1):
                 folders.refuse_if_lost()
                 activity.begin_step(step)

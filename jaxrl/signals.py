@@ -50,12 +50,14 @@ class Ending:
 
     Args:
         first: step that begins.
+        total: the last one of the run.
         saves: a checkpoint is written then.
     """
 
-    def __init__(self, first: int, *, saves: bool) -> None:
+    def __init__(self, first: int, total: int, *, saves: bool) -> None:
         self._number: int | None = None  # of the signal that came
-        self._last, self._since = first, 0.0  # the step after which it ends; when it came
+        self._since = 0.0
+        self._last, self._total = first, total  # the step after which it ends, at most
         self._how = "with a checkpoint" if saves else "without one (trainer.ckpt_interval=-1)"
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
@@ -75,7 +77,7 @@ class Ending:
 
     def asked_by(self, step: int) -> int | None:
         """Return the number of the signal that came until now, near the end of a step, if any."""
-        self._last = step + 1  # for one that comes from here on
+        self._last = min(step + 1, self._total)  # for one that comes from here on
         return self._number
 
     def leave(self, step: int, number: int | None) -> None:

@@ -129,10 +129,24 @@ def test_a_supervised_run(tmp_path, monkeypatch, capfd):
     assert_bitwise_equal(resumed.state, whole.state)
 
 
+def test_rays_handler_is_replaced_and_put_back():
+    """It exits at once; `ray.init` sets it in a run whose environments are actors."""
+
+    def handler(number, frame):
+        sys.exit(number)
+
+    handler.__module__ = "ray._private.worker"
+    signal.signal(signal.SIGTERM, handler)
+    with Ending(1, 4, saves=True) as ending:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ending.asked_by(1) == signal.SIGTERM
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is handler
+
+
 def test_handlers_of_the_program_and_other_threads_are_left_alone(handlers):
     received = []
     signal.signal(signal.SIGTERM, lambda *_: received.append("mine"))
-    with Ending(1, saves=True) as ending:
+    with Ending(1, 4, saves=True) as ending:
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == ["mine"]
         assert ending.asked_by(1) is None
@@ -140,7 +154,7 @@ def test_handlers_of_the_program_and_other_threads_are_left_alone(handlers):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def run():
-        with Ending(1, saves=True):
+        with Ending(1, 4, saves=True):
             seen.append({number: signal.getsignal(number) for number in handlers})
 
     seen = []
@@ -154,8 +168,8 @@ CODE = """
 import os, signal, sys
 from jaxrl import signals
 signals.SAME_SECONDS = 0.0
-left = []
-with signals.before_sigterm(lambda: os.write(1, b"left")), signals.Ending(7, saves=True) as ending:
+ending = signals.Ending(7, 9, saves=True)
+with signals.before_sigterm(lambda: os.write(1, b"left")), ending:
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == signal.SIGTERM  # without a word: it has no run
         os.kill(os.getpid(), signal.SIGTERM)

@@ -72,6 +72,8 @@ def joined_main(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends it here and now
             return _interrupted(interrupt)
+        except ProcessError as error:  # of what is in the environment
+            return cli.refuse(error)
     alone = False  # it ends without waiting for the others
     try:
         start_processes()

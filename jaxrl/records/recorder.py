@@ -180,7 +180,8 @@ class Recorder:
     def begin_steps(self) -> None:
         """Have signals end the run after a step from now on, see `jaxrl.signals`."""
         saves = self.settings.ckpt_interval > 0
-        self.ending = self._stack.enter_context(Ending(self.finished_steps + 1, saves=saves))
+        ending = Ending(self.finished_steps + 1, self.total_steps, saves=saves)
+        self.ending = self._stack.enter_context(ending)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
