@@ -219,7 +219,8 @@ class SFTTrainer:
             for step in range(first + 1, self.total_steps + 1):
                 folders.refuse_if_lost()
                 activity.begin_step(step)
-                metrics = self.train_step(step)
+                with activity.phase("policy_train"):
+                    metrics = self.train_step(step)
                 if self._due(step, trainer.eval_interval):
                     metrics |= self.evaluate()
                 self.record(step, metrics)
@@ -230,6 +231,8 @@ class SFTTrainer:
                         self._write(step, exports=False, saves=True)
                     break
             self.logger.plot(CURVES, "loss per token")
+            with activity.phase("save_checkpoints"), activity.doing("the last save"):
+                self.checkpointer.wait()
         ending.leave(step, number)
         return self.state
 
@@ -275,7 +278,7 @@ class SFTTrainer:
             return {}
         started, size = time.perf_counter(), self.config.trainer.eval_batch_size
         loss, tokens = 0.0, 0
-        with activity.doing("evaluating", len(self.eval_data)) as done:
+        with activity.phase("eval"), activity.doing("evaluating", len(self.eval_data)) as done:
             for first in range(0, len(self.eval_data), size):
                 rows = self.eval_data[first : first + size]
                 batch = conversation_batch(rows, self.eval_cut.batch_width)
@@ -345,11 +348,14 @@ class SFTTrainer:
         if self.folders:
             self.folders.check()
         if exports:
-            self.export(Path(self.config.trainer.export_path) / f"global_step_{step}" / "policy")
+            with activity.phase("save_hf_model"):
+                folder = Path(self.config.trainer.export_path) / f"global_step_{step}"
+                self.export(folder / "policy")
         if saves:
             self.logger.plot(CURVES, "loss per token")
             self.logger.flush()
-            with activity.doing(f"saving step {step}"):  # last: a resumed run goes on here
+            # last: a resumed run goes on here
+            with activity.phase("save_checkpoints"), activity.doing(f"saving step {step}"):
                 self.checkpointer.save(step, self.state, self.meta)
             self.saved = step
 

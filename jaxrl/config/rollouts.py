@@ -121,7 +121,8 @@ def longest_wait(config: TrainConfig) -> float | None:
 
     That is one call of an environment, or one of a server; None = it waits for ever.
     """
-    limit = config.environment.skyrl_gym.env_timeout_seconds
+    gym = config.environment.skyrl_gym
+    limit = gym.env_timeout_seconds if gym.max_env_workers else None
     if limit is None or in_process(config):
         return limit
     return max(limit, config.generator.inference_engine.request_timeout_seconds)

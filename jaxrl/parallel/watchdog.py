@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,9 +39,12 @@ KEY, LIMITS = "jaxrl/progress", "jaxrl/limits/"
 LOOKS, SECONDS_BETWEEN = 20, 2.0  # within a limit that is given, and at most between two
 STAY_SECONDS = 15.0  # for the others, which end when this process is gone, to say where they are
 # How often the longest silence of its kind a phase may be silent, and for how many seconds in any
-# case; and where there was none of its kind yet, or something is compiled.
+# case; and where nothing foretells how long.
 TIMES, LEAST_SECONDS, FIRST_SECONDS = 10, 300.0, 3600.0
 MARGIN_SECONDS = 60.0  # beyond a limit that the run itself keeps
+# Phases whose next silence no earlier one foretells: storage is written to beside the steps, and it
+# is waited for where it takes longer than they do.
+STORAGE = "save_checkpoints", "save_hf_model"
 # Phases that may wait for what is sampled.
 SAMPLING = "generate", "eval", "sync_weights", "init_weight_sync_state"
 # `waits`: see `watched`; `on`: a thread watches; `compiled`: programs, since this was imported.
@@ -53,7 +56,8 @@ def limit(given: float | None, longest: float | None, waits: float = 0.0) -> flo
 
     Args:
         given: `trainer.cluster.stall_seconds`; None = it follows from the others.
-        longest: silence of earlier phases of this kind; None = it is the first, or compiles.
+        longest: silence of earlier phases of this kind; None = they foretell nothing: there was
+            none, something compiles, or storage is written to.
         waits: longest wait that the run ends by itself.
     """
     if given is not None:
@@ -118,8 +122,7 @@ def _look_until(stop: threading.Event, given: float | None, ends: bool) -> None:
     last, compiled = time.monotonic(), _state.compiled
     while not stop.is_set():
         kind = activity.kind()
-        known = None if _compiles() or not activity.is_known(kind) else longest.get(kind, 0.0)
-        own = limit(given, known, _state.waits if kind in SAMPLING else 0.0)
+        own = _limit_of(kind, given, longest)
         if ends:
             faulthandler.dump_traceback_later(own + pause, file=2)
         stop.wait(pause)
@@ -140,6 +143,13 @@ def _look_until(stop: threading.Event, given: float | None, ends: bool) -> None:
             if ends:
                 time.sleep(STAY_SECONDS)
                 os._exit(STALLED)
+
+
+def _limit_of(kind: str, given: float | None, longest: Mapping[str, float]) -> float:
+    """Return the limit in a phase as this process is now, see `limit`."""
+    foretold = kind not in STORAGE and activity.is_known(kind) and not _compiles()
+    waits = _state.waits if kind in SAMPLING else 0.0
+    return limit(given, longest.get(kind, 0.0) if foretold else None, waits)
 
 
 def _compiles() -> bool:

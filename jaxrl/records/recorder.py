@@ -208,7 +208,7 @@ class Recorder:
         """Tell the callbacks of an event."""
         if self.notify is None:
             return
-        with timed(self.seconds, "callbacks"):
+        with timed(self.seconds, "callbacks"), activity.phase(event):
             per_epoch = self.steps_per_epoch
             epoch = max(step - 1, 0) // per_epoch
             what = CallbackInput(step, epoch, self.total_steps, per_epoch, **about)

@@ -141,7 +141,7 @@ def test_a_process_that_stands_still_costs_no_step(whole, tmp_path):
     assert (tmp_path / "stood_still").exists()
     said = re.search("launch: the job stands still: (.*)", job_text(tmp_path))[1]
     assert said.startswith("process 1 on ")
-    assert ": callbacks of step 4, nothing done for 3" in said
+    assert ": on_step_start of step 4, nothing done for 3" in said
     assert said.endswith("; restart 1 of 3 in a row, after step 3, in 0.1 s")
 
 

@@ -112,6 +112,21 @@ def test_a_phase_is_known_once_it_has_ended(monkeypatch):
     assert activity.is_known("")
 
 
+def test_the_limits_of_phases(monkeypatch):
+    """Of a run whose environments may take 600 s, after a first step."""
+    kinds = {"generate", "policy_train", "save_checkpoints"}
+    place = SimpleNamespace(step=1, phases=[], count=0, known=kinds)
+    monkeypatch.setattr(activity, "_place", place)
+    monkeypatch.setattr(watchdog._state, "waits", 600.0)
+    longest = {"generate": 20.0, "policy_train": 40.0, "save_checkpoints": 1.0}
+    kinds = "generate", "policy_train", "eval", "save_checkpoints"
+    found = [watchdog._limit_of(kind, None, longest) for kind in kinds]
+    assert found == [660.0, 400.0, 3600.0, 3600.0]  # no evaluation yet; storage may be slow
+    assert watchdog._limit_of("save_checkpoints", 45, longest) == 45
+    monkeypatch.setattr(watchdog, "_compiles", lambda: True)
+    assert watchdog._limit_of("policy_train", None, longest) == 3600.0
+
+
 def test_what_a_thread_compiles_is_seen():
     """JAX says it when it is done; before that it asks the cache on disk, within its compiler."""
     seen = []
