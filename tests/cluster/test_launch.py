@@ -194,8 +194,9 @@ def test_the_launcher_reads_what_it_needs_of_a_recipe(tmp_path, capsys):
     assert found.limits() == {
         "JAXRL_START_SECONDS": "300",
         "JAXRL_HEARTBEAT_SECONDS": "100",
-        "JAXRL_STALL_SECONDS": "3600",
+        "JAXRL_STALL_SECONDS": "auto",
     }
+    assert found._replace(stall_seconds=45).limits()["JAXRL_STALL_SECONDS"] == "45"
 
 
 @pytest.mark.parametrize(
