@@ -379,13 +379,13 @@ def test_what_cannot_be_audited_is_named(tmp_path, capsys, content, change, text
 @pytest.mark.parametrize(
     "content, text",
     [
-        ("trainer: [", "is not the config of a run (ParserError: while parsing"),
-        ("", "is not the config of a run (TypeError: 'NoneType'"),
-        ("[trainer]", "is not the config of a run (TypeError: list"),
+        ("trainer: [", "config.yaml is damaged (ParserError: while parsing"),
+        ("", "config.yaml is damaged (it is no config): put that of the run back"),
+        ("[trainer]", "config.yaml is damaged (it is no config): put that"),
         ("trainer: {}", "is not the config of a run (KeyError: 'ckpt_path')"),
         ("trainer: {ckpt_path: 3}", "trainer.ckpt_path is no text): put that of the run back"),
         ("trainer: {ckpt_path: 'ftp://x'}", "trainer.ckpt_path='ftp://x': cannot write to ftp://"),
-        (b"\xff\xfe\x00", "is not the config of a run (UnicodeDecodeError"),
+        (b"\xff\xfe\x00", "config.yaml is damaged (UnicodeDecodeError"),
     ],
 )
 def test_a_config_that_no_run_wrote_is_named(scribe, tmp_path, capsys, content, text):

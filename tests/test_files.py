@@ -1,15 +1,30 @@
 """Folders that a run writes to, and files replaced whole."""
 
+import errno
 import importlib.util
+import json
+import os
 
 import fsspec
 import pytest
+from etils import epath
 from etils.epath.backend import fsspec_backend
 
 from jaxrl.cluster.supervise import newest_step
 from jaxrl.config import TrainConfig
-from jaxrl.files import as_path, replace_text, writable_folder
+from jaxrl.files import (
+    DamagedFile,
+    FolderError,
+    as_path,
+    replace_text,
+    sealed,
+    sealed_text,
+    unsealed,
+    unsealed_text,
+    writable_folder,
+)
 from jaxrl.records.checkpoint import CheckpointError, parse_resume_path, recorded_settings
+from tests.full_disk import Disk
 
 
 def test_plain_paths_and_file_urls_are_local(tmp_path, monkeypatch):
@@ -61,6 +76,9 @@ def test_a_bucket_is_written_through_fsspec(monkeypatch):
     folder = writable_folder("trainer.ckpt_path", "gs://bucket/run")
     (folder / "global_step_3").mkdir()
     assert [path.name for path in folder.iterdir()] == ["global_step_3"]
+    replace_text(folder / "owner.json", "{}")
+    assert (folder / "owner.json").read_text() == "{}"
+    (folder / "owner.json").unlink()
     step = "gs://bucket/run/global_step_3"
     assert parse_resume_path(step) == ("gs://bucket/run", 3)
     with pytest.raises(CheckpointError, match="global_step_4' does not exist; .*: \\[3\\]"):
@@ -104,3 +122,103 @@ def test_replace_text_is_all_or_nothing(tmp_path, monkeypatch):
     with pytest.raises(UnicodeEncodeError):
         replace_text(path, "newer \ud800")  # cannot be written in the middle
     assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("write", ["open", "write", "fsync", "replace"])
+def test_a_file_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path, write, error):
+    path = tmp_path / "latest.txt"
+    replace_text(path, "old")
+    with pytest.MonkeyPatch.context() as patch:
+        Disk(patch, tmp_path, f"{write} .latest.txt.new", error)
+        with pytest.raises(FolderError) as refused:
+            replace_text(path, "new")
+    # what content finds is a full disk in either case
+    word = os.strerror(errno.ENOSPC if write == "write" else error)
+    assert str(refused.value) == (
+        f"cannot write {path} ({word}): free space on its disk, or mend the permissions there, and "
+        "start again"
+    )
+    assert path.read_text() == "old"
+    if error == errno.ENOSPC:  # else nothing can be removed, either
+        assert os.listdir(tmp_path) == ["latest.txt"]
+    replace_text(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["latest.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_file(tmp_path, monkeypatch):
+    Disk(monkeypatch, tmp_path, "mkdir run")
+    with pytest.raises(FolderError, match=f"cannot write {tmp_path}/run/latest.txt .No space left"):
+        replace_text(tmp_path / "run" / "latest.txt", "new")
+
+
+def test_a_bucket_that_cannot_be_written_is_named(monkeypatch):
+    def full(path, *args, **kwargs):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    path = as_path("", "gs://bucket/run/owner.json")
+    monkeypatch.setattr(type(path), "write_text", full)
+    with pytest.raises(FolderError, match="cannot write gs://bucket/run/owner.json .Disk quota"):
+        replace_text(path, "new")
+
+
+def test_content_is_on_the_disk_before_its_name_and_the_name_at_the_end(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch, tmp_path, 10**9)
+    replace_text(epath.Path(tmp_path / "a" / "latest.txt"), "new")
+    names = [f"{what} a/.latest.txt.new" for what in ("open", "write", "fsync", "replace")]
+    assert disk.writes == ["mkdir a", *names, "fsync a"]
+
+
+# ------------------------------------------------------------------ sealed
+
+CONTENT = {
+    "position": 262,
+    "rates": (1e-06, 0.9, float("inf")),
+    "by number": {10: "ten", 2: None},
+    "text": 'über \\ "',
+    "on": True,
+}
+
+
+def flips(data: bytes):
+    """Yield the data with each of its bits flipped."""
+    for place in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[place // 8] ^= 1 << place % 8
+        yield bytes(changed)
+
+
+def test_any_bit_of_sealed_json_is_noticed_or_changes_nothing():
+    text = json.dumps(sealed(CONTENT))
+    right = json.loads(json.dumps(CONTENT))
+    assert unsealed(text) == (right, True)
+    assert unsealed(json.dumps(CONTENT)) == (right, False)  # of an earlier version
+    noticed = 0
+    for data in flips(text.encode()):
+        try:
+            found, checked = unsealed(data.decode())
+        except ValueError:
+            noticed += 1
+            continue
+        # the name of the checksum itself, which then is none of ours
+        assert found == right or not checked and right.items() <= found.items()
+    assert noticed > 0.9 * 8 * len(text)
+    for text in ("", "[]", "{", '{"position": 1, "seal": 3}'):
+        with pytest.raises(DamagedFile):
+            unsealed(text)
+
+
+def test_any_bit_of_sealed_text_is_noticed_or_changes_nothing():
+    text = "trainer:\n  seed: 42\n  names: []\n"
+    whole = sealed_text(text)
+    assert unsealed_text(whole) == text and unsealed_text(text) == text
+    for data in flips(whole.encode()):
+        try:
+            found = unsealed_text(data.decode())
+        except ValueError:
+            continue
+        # the mark of the checksum is none any more: then it is read as the comment that it is
+        assert found == text or found.startswith(text) and len(found) == len(whole)
+    with pytest.raises(DamagedFile, match="whoever changed it on purpose deletes that line"):
+        unsealed_text(whole.replace("42", "43"))

@@ -14,6 +14,7 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl.array_ops import FILTERED
 from jaxrl.data.packing import one_per_row
+from jaxrl.files import unsealed, unsealed_text
 from jaxrl.losses.distillation import generalized_jsd
 from jaxrl.models import hf, init_params, save_pretrained, unembed
 from jaxrl.models.architecture import with_known_ids
@@ -376,11 +377,11 @@ def test_runs_with_and_without(tmp_path, wide):
     assert all(line["generate/unknown_ids"] > 0 for line in lines[1:])
     without("cut", **{IDS: 64, "trainer.max_training_steps": 2})
     for path in (tmp_path / "cut" / "checkpoints").glob("*/meta/metadata"):
-        meta = json.loads(path.read_text())
+        meta, _ = unsealed(path.read_text())
         del meta["config"]["trainer"]["policy"]["known_ids"]
         path.write_text(json.dumps(meta))
     written = tmp_path / "cut" / "quickstart" / "config.yaml"
-    lines = written.read_text().splitlines(keepends=True)
+    lines = unsealed_text(written.read_text()).splitlines(keepends=True)
     written.write_text("".join(line for line in lines if "known_ids" not in line))
     assert len(written.read_text().splitlines()) == len(lines) - 1
     resumed = without("cut")

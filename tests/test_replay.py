@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from jaxrl.data.recorded import to_arrays
+from jaxrl.files import sealed_text, unsealed_text
 from jaxrl.records.ledger import read_rollouts, write_rollouts
 from jaxrl.replay import Compared, against, main, replay
 from jaxrl.tools.replay.recorded_run import RecordedRun
@@ -37,6 +38,14 @@ def change(folder, statement, *values):
     with contextlib.closing(sqlite3.connect(folder / "run.db")) as db, db:
         db.execute(statement, values)
         db.execute("PRAGMA journal_mode=DELETE")  # no log is left beside it
+
+
+def change_config(folder, old, new):
+    """On purpose: with a checksum that agrees."""
+    path = folder / "config.yaml"
+    text = unsealed_text(path.read_text())
+    assert old in text
+    path.write_text(sealed_text(text.replace(old, new, 1)))
 
 
 def snapshot(folder):
@@ -130,9 +139,8 @@ def test_two_runs_part_where_their_checksums_first_differ(recorded, tmp_path, ca
     numbers["state.params['embed']"] += 1
     numbers["batch.rollout_log_probs"] += 1
     change(other, "UPDATE steps SET checksums = ? WHERE step = 3", json.dumps(numbers))
-    config = other / "config.yaml"
-    text = config.read_text().replace("seed: 42", "seed: 43", 1)
-    config.write_text(text.replace("run_name: quickstart", "run_name: another"))
+    change_config(other, "seed: 42", "seed: 43")
+    change_config(other, "run_name: quickstart", "run_name: another")
     assert main([str(recorded), f"--against={other}"]) == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "configs differ: trainer.seed: 42 | 43"
@@ -191,9 +199,8 @@ def test_a_run_that_went_on_from_another_begins_with_its_checkpoint(recorded, fi
     change(recorded, "DELETE FROM steps WHERE step <= 2")
     statement = "UPDATE attempts SET from_step = 2, origin = ?"
     change(recorded, statement, f"{origin} of run {run_id}")
-    config = recorded / "config.yaml"
     folder = str(finished[0] / "checkpoints")
-    config.write_text(config.read_text().replace(f"ckpt_path: {folder}", f"ckpt_path: {folder}_2"))
+    change_config(recorded, f"ckpt_path: {folder}", f"ckpt_path: {folder}_2")
     start, *found = replay(recorded, 3)
     assert start == f"step 2: {origin}"
     assert found == [Compared(3, [], ARRAYS)]
@@ -203,8 +210,7 @@ def test_a_run_that_went_on_from_another_begins_with_its_checkpoint(recorded, fi
 
 
 def test_a_folder_of_checkpoints_that_is_gone_is_said(recorded, finished):
-    config, folder = recorded / "config.yaml", str(finished[0] / "checkpoints")
-    config.write_text(config.read_text().replace(f"ckpt_path: {folder}", "ckpt_path: gone"))
+    change_config(recorded, f"ckpt_path: {finished[0] / 'checkpoints'}", "ckpt_path: gone")
     assert next(replay(recorded, 3)) == (
         "step 0: the models that the run began with; the folder of checkpoints, gone, is not there"
     )

@@ -31,6 +31,7 @@ from jaxrl.config.skyrl.conversion import Conversion, convert
 from jaxrl.config.skyrl.names import EntryPoint, entry_point
 from jaxrl.config.skyrl.recipe_file import recipe_text
 from jaxrl.config.skyrl.script import read_script
+from jaxrl.files import replace_text
 
 _ARGUMENT = re.compile(r"\+{0,2}[a-z]\w*(\.\w+)+=", re.IGNORECASE)
 _WRAPPED = textwrap.TextWrapper(
@@ -113,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     notes = [_WRAPPED.fill(note) for note in notes]
     text = recipe_text(result.config, source, options.output or "FILE.py", notes, result.named)
     if options.output:
-        Path(options.output).write_text(text, encoding="utf-8")
+        replace_text(Path(options.output), text)
     else:
         print(text)
     _report(result, sys.stdout if options.output else sys.stderr)

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from jaxrl.config.dataclass_config import TakesObjects
 from jaxrl.config_error import ConfigError, fail
+from jaxrl.files import replaced
 from jaxrl.functions import path_of
 
 
@@ -68,13 +69,15 @@ class Rows(str):
         return placed
 
     def written(self) -> str:
-        """Return the path of the file, written unless it is there."""
-        file = Path(self)
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            new = file.with_name(f".{file.name}.{uuid.uuid4().hex}")  # every process writes one
-            new.write_text(self.lines, encoding="utf-8")
-            os.replace(new, file)
+        """Return the path of the file, written unless it is there, whole.
+
+        Raises:
+            FolderError: it could not be written.
+        """
+        file, content = Path(self), self.lines.encode()
+        if not file.exists() or file.read_bytes() != content:
+            with replaced(file, part=uuid.uuid4().hex) as new:  # every process writes one
+                new.write_bytes(content)
         return str(file)
 
 

@@ -227,7 +227,6 @@ def _read_csv(file: Path) -> Iterator[Any]:
 
 
 def _write(table: pa.Table, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as new:
         pq.write_table(table, new)
 

@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +70,9 @@ def write_rollouts(
         arrays: of `to_arrays`.
         kept: what callbacks keep, "before" the step and "after" it, by name.
         routes_digests: of a job, `routes_digest` of each process.
+
+    Raises:
+        FolderError: it could not be written.
     """
     arrays = arrays | {
         f"{_KEPT}{when}.{name}": value for when in kept for name, value in kept[when].items()
@@ -94,18 +96,19 @@ def routes_digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def write_routes(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write what `own_routes` gave; the file is on disk, whole, when it has its name."""
+    """Write what `own_routes` gave; the file is on disk, whole, when it has its name.
+
+    Raises:
+        FolderError: it could not be written.
+    """
     _write(path, arrays)
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as new, new.open("wb") as file:
-        file.write(buffer.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
+    with replaced(path) as new:
+        new.write_bytes(buffer.getbuffer())
     return _digest(buffer.getvalue())
 
 

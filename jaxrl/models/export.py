@@ -173,8 +173,8 @@ def whole_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise FileExistsError(
             f"{target} exists; pass overwrite=True to replace it, or another name"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         # Same file system as the target, so that the renames are atomic.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
             new = Path(scratch, "new")

@@ -28,12 +28,15 @@ def batch_path(export_path: str | Path, step: int) -> Path:
 
 
 def dump_batch(path: Path, batch: TrainBatch, step: int) -> None:
-    """Write a batch; the file has its name only once it is whole."""
+    """Write a batch; the file has its name only once it is whole.
+
+    Raises:
+        FolderError: it could not be written.
+    """
     import jax  # here: a file is read without
 
     fields = {f.name: getattr(batch, f.name) for f in _FIELDS}
     arrays = jax.device_get({name: x for name, x in fields.items() if x is not None})
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as new, new.open("wb") as file:
         np.savez(file, **arrays, step=np.int32(step), format=np.int32(FORMAT))
 

@@ -1,7 +1,7 @@
 """Checkpoints: one orbax commit holds the whole state of a run.
 
     <ckpt_path>/global_step_<N>/state    the TrainState, sharded arrays
-    <ckpt_path>/global_step_<N>/meta     JSON: model, config, user functions, checksums
+    <ckpt_path>/global_step_<N>/meta     JSON: model, config, user functions, checksums; its own too
     <ckpt_path>/global_step_<N>/buffer   what an asynchronous run had sampled and not yet trained
 
 Nothing in it is pickled. Orbax writes into a temporary folder and renames it, so that a save that
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
 import logging
 import socket
 import sys
@@ -31,11 +30,18 @@ from jaxrl import activity, envs
 from jaxrl.config.model import DECAYING
 from jaxrl.config.platform import ENGINE_SIZES, KNOWN_IDS, ON_CPU
 from jaxrl.config.trainer import TrainerConfig
-from jaxrl.files import FolderError, as_path, missing_packages_named, writable_folder
+from jaxrl.files import (
+    FolderError,
+    as_path,
+    missing_packages_named,
+    sealed,
+    writable_folder,
+    writing,
+)
 from jaxrl.functions import import_call
 from jaxrl.parallel import agree, allgather, is_first
 from jaxrl.parallel.checksums import checksums, host_checksums
-from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps
+from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps, read_metadata
 from jaxrl.records.resume_identity import OWN_FOLDERS, changed_fields, differences
 from jaxrl.registry.pickling import source_hash
 from jaxrl.types import TrainState
@@ -54,7 +60,8 @@ PASSING = (  # codes of errors that say nothing of what is in the files
     "UNKNOWN",
 )
 
-FULL = "No space left on device"
+# What does not pass by itself, in the system's words: tensorstore's errors have no number.
+LASTING = "No space left on device", "Disk quota exceeded", "Read-only file system"
 
 Buffer = dict[str, np.ndarray]  # what waits to be trained
 T = TypeVar("T")
@@ -146,7 +153,7 @@ class Checkpointer:
         if buffer is not None:
             meta["buffer_checksums"] = host_checksums(buffer)
             items["buffer"] = ocp.args.PyTreeSave(buffer)
-        args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
+        args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(sealed(meta)))
         with self._named_failure():
             if not self.manager.save(step, args=args):
                 raise ValueError(f"the folder already holds a step after {step}")
@@ -161,9 +168,9 @@ class Checkpointer:
         """
         with self._named_failure():
             self.manager.wait_until_finished()
-        if self._uncommitted is not None:
-            self.on_commit(str(self.folder / f"{PREFIX}_{self._uncommitted}"))
-            self._uncommitted = None
+        step, self._uncommitted = self._uncommitted, None  # told once, also where that fails
+        if step is not None:
+            self.on_commit(str(self.folder / f"{PREFIX}_{step}"))
 
     def close(self) -> None:
         """Wait, then stop the threads that write."""
@@ -178,7 +185,7 @@ class Checkpointer:
             yield
         except Exception as error:
             reason = in_short(error)
-            kind = UnsavedCheckpoint if may_pass(error) and reason != FULL else FolderError
+            kind = UnsavedCheckpoint if may_pass(error) and reason not in LASTING else FolderError
             failure = kind(
                 f"could not save step {self._saving} to trainer.ckpt_path={str(self.folder)!r}: "
                 f"{reason}. Its earlier checkpoints are whole: mend the folder (space, "
@@ -212,11 +219,18 @@ class Checkpointer:
         return set().union(*allgather(_read(self.folder, self.manager.all_steps)))
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """Return the JSON part of a checkpoint alone."""
-        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        meta = self._reader.restore(step, args=args)["meta"]
-        if missing := META_KEYS - set(meta or {}):
+        """Return the JSON part of a checkpoint alone.
+
+        Raises:
+            OSError: it is not there, or cannot be read now.
+            ValueError: it is damaged.
+        """
+        path = self.folder / f"{PREFIX}_{step}"
+        meta, checked = read_metadata(path)
+        if missing := META_KEYS - set(meta):
             raise ValueError(f"meta lacks {sorted(missing)}")
+        if not checked:
+            activity.say(f"{path} is of an earlier version: its metadata has no checksum")
         return meta
 
     def restore(self, step: int, abstract_state: TrainState, meta: dict[str, Any]) -> TrainState:
@@ -305,7 +319,8 @@ class Checkpointer:
         targets = (path.with_name(f"{path.name}.{name}") for name in names)
         target = agree(next(target for target in targets if not target.exists()))
         if is_first():
-            path.rename(target)
+            with writing(target):
+                path.rename(target)
         allgather(None)  # it is there
         self.manager.reload()
         warnings.warn(
@@ -450,7 +465,10 @@ def _problems_of_job(problem: tuple[bool, str] | None) -> list[tuple[bool, str]]
 def in_short(error: BaseException) -> str:
     """Say an error in one line, without tensorstore's description of its drivers."""
     text = str(error).partition(" [tensorstore_spec")[0]
-    return FULL if FULL in text else f"{type(error).__name__}: {' '.join(text.split())}"
+    for words in LASTING:
+        if words in text:
+            return words
+    return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
 @functools.cache
@@ -668,7 +686,7 @@ def recorded_settings(trainer: TrainerConfig) -> tuple[dict[str, Any], str]:
     with missing_packages_named(f"trainer.{field}", getattr(trainer, field)):
         for path in _checkpoints(trainer):
             try:
-                meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
+                meta, _ = read_metadata(path)
                 names = *ON_CPU, *ENGINE_SIZES, KNOWN_IDS
                 return {name: _value(meta["config"], name) for name in names}, str(path)
             except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -7,19 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxrl import activity
-from jaxrl.files import replace_text
+from jaxrl.files import replace_text, writing
 
 
 class JsonLines:
     """Append lines; those that cannot be written, to a full disk, wait, and the run goes on.
 
     Args:
-        path: its folder exists.
+        path: its folder is made if need be.
         finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut,
             and all of them if it starts afresh.
 
     Attributes:
         earlier: the lines that were kept.
+
+    Raises:
+        FolderError: not even these can be written.
     """
 
     def __init__(self, path: Path, finished_steps: int) -> None:
@@ -27,7 +30,8 @@ class JsonLines:
         earlier = read_lines(path) if finished_steps else []
         self.earlier = [line for line in earlier if line["step"] <= finished_steps]
         replace_text(path, "".join(json.dumps(line) + "\n" for line in self.earlier))
-        self.file = path.open("ab", buffering=0)
+        with writing(path):
+            self.file = path.open("ab", buffering=0)
         self.size = path.stat().st_size
         self.waiting: list[bytes] = []
         self._failing = False

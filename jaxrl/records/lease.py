@@ -9,11 +9,15 @@ are never used again, the one that lost it can see so. A lease is dead when its 
 this machine knows of its own; of another host's, when its beat has stood still for LEASE_SECONDS as
 this process saw it: clocks are not compared. flock alone would not do on disks that do not pass it
 on to other hosts; the lease alone would have a run that was killed wait.
+
+A lease is there whole or not at all. So one that cannot be read is damaged, and nobody's: where its
+owner lives it writes it anew with the next beat, or finds that another process has the folder.
 """
 
 import atexit
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import socket
@@ -29,7 +33,7 @@ import psutil
 from etils import epath
 
 from jaxrl import activity
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, replaced, sealed, sync_file, sync_names, unsealed, writing
 
 try:
     import fcntl
@@ -39,6 +43,7 @@ except ImportError:  # Windows: the lease alone keeps others out
 LOCK, LEASES = ".lock", ".leases"
 BEAT_SECONDS, LEASE_SECONDS = 10.0, 90.0
 POLL_SECONDS, START_SECONDS = 0.5, 2.0  # START: between a process's flock and its lease
+NO_LINKS = errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP  # of disks without them
 KEPT = 16  # numbers that stay: none is made again by a process that read the folder long ago
 
 
@@ -95,7 +100,12 @@ class Lease:
         return self.machine == machine_id() and seen and not self.is_dead(flocked)
 
 
-_UNREAD = Lease("?", "?", -1, "?", "?", "?", "?", flocked=False, beat=0, held=True, token="?")
+_UNKNOWN = Lease("?", "?", -1, "?", "?", "?", "?", flocked=False, beat=0, held=True, token="?")
+_DAMAGED = dataclasses.replace(_UNKNOWN, held=False)
+
+
+def _as_text(lease: Lease) -> str:
+    return json.dumps(sealed(dataclasses.asdict(lease)))
 
 
 class FolderLock:
@@ -107,7 +117,7 @@ class FolderLock:
         fix: what the user can do if another run has it.
 
     Raises:
-        FolderError: another process works there; the message names it.
+        FolderError: another process works there, and the message names it; or the disk is full.
     """
 
     def __init__(
@@ -134,11 +144,14 @@ class FolderLock:
             held=True,
             token=uuid.uuid4().hex,
         )
-        self._files = _files(self.folder)
         try:
-            self._acquire()
+            with writing(self.folder / LEASES):
+                self._files = _files(self.folder)
+                self._acquire()
         except BaseException:
             self._stop.set()
+            if self._number:  # the disk was full for what came after it
+                self._files.remove(self._number)
             self._unlock()
             raise
         _HELD.add(self)
@@ -159,7 +172,7 @@ class FolderLock:
         number, latest = self._latest()
         ours = latest if number == self._number else self._read(self._number)
         # reading our own file asks the server of a network disk; its folder may be remembered
-        if number == self._number and ours and ours.token == self._lease.token and ours.held:
+        if number == self._number and ours and (ours is _DAMAGED or self._is_mine(ours)):
             return
         thief = latest.described() if latest and number > self._number else "somebody"
         self.lost = (
@@ -168,6 +181,9 @@ class FolderLock:
             "End the other, then start this one again"
         )
         raise FolderError(self.lost)
+
+    def _is_mine(self, lease: Lease) -> bool:
+        return lease.token == self._lease.token and lease.held
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -244,8 +260,7 @@ class FolderLock:
             return False
         self._number = number + 1
         if lease is not None and lease.held:  # its process may only have slept
-            text = json.dumps(dataclasses.asdict(dataclasses.replace(lease, held=False)))
-            self._files.write(number, text)
+            self._files.write(number, _as_text(dataclasses.replace(lease, held=False)))
         self._files.remove(self._number - KEPT)
         return True
 
@@ -258,7 +273,8 @@ class FolderLock:
         if fcntl is None or "://" in str(self.folder):
             return None
         if self._file is None:
-            self._file = (Path(self.folder) / LOCK).open("a", encoding="utf-8")
+            with writing(self.folder / LOCK):
+                self._file = (Path(self.folder) / LOCK).open("a", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -281,15 +297,18 @@ class FolderLock:
 
     def _read(self, number: int) -> Lease | None:
         try:
-            return Lease(**json.loads(self._files.read(number)))
+            found, _ = unsealed(self._files.read(number))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):  # it is being written, or is of another version
-            return _UNREAD
+        except ValueError:
+            return _DAMAGED
+        # of another version: what it does not say is as of a process that nobody knows
+        known = {f.name: found[f.name] for f in dataclasses.fields(Lease) if f.name in found}
+        return dataclasses.replace(_UNKNOWN, **known)
 
     def _renewed(self, **changes: object) -> str:
         self._lease = dataclasses.replace(self._lease, **changes)
-        return json.dumps(dataclasses.asdict(self._lease))
+        return _as_text(self._lease)
 
 
 _HELD: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
@@ -305,12 +324,11 @@ def _beat_on(of: "weakref.ref[FolderLock]", stop: threading.Event) -> None:
     while not stop.wait(BEAT_SECONDS):
         if (lock := of()) is None:
             return
-        try:
+        # on a disk that is full or away the next beat may pass
+        with contextlib.suppress(FolderError, OSError):
             lock.beat()
-        except FolderError:  # in `lost`, for the thread that trains
+        if lock.lost:  # for the thread that trains
             return
-        except OSError:  # a disk that is full or away: the next beat may pass
-            pass
         del lock
 
 
@@ -336,19 +354,33 @@ class _LocalFiles:
         return (self._folder / str(number)).read_text(encoding="utf-8")
 
     def create(self, number: int, text: str) -> None:
-        """Make a lease, in one process alone.
+        """Make a lease, whole, in one process alone.
 
         The others get FileExistsError, as does whoever finds one there.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / str(number)).open("x", encoding="utf-8") as file:
-            file.write(text)
+        lease, new = self._folder / str(number), self._folder / f".{number}.{uuid.uuid4().hex}"
+        try:
+            new.write_text(text, encoding="utf-8")
+            sync_file(new)
+            try:
+                os.link(new, lease)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                with lease.open("x", encoding="utf-8") as file:  # who reads it too early takes it
+                    file.write(text)
+        finally:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+        sync_names(self._folder)
 
     def write(self, number: int, text: str) -> None:
         """Replace a lease, so that readers find the old or the new, whole."""
-        new = self._folder / f".{number}.{os.getpid()}"
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, self._folder / str(number))
+        # not synced, which waits for a checkpoint that is being written: after a power cut its
+        # process is dead
+        with replaced(self._folder / str(number), part=str(os.getpid()), sync=False) as new:
+            new.write_text(text, encoding="utf-8")
 
     def remove(self, number: int) -> None:
         (self._folder / str(number)).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxrl import activity
+from jaxrl.files import replace_text
 from jaxrl.redaction import redacted
 
 QUEUE_STEPS = 1000  # steps that wait for a server at most
@@ -54,7 +55,7 @@ class RunInfo:
 
     def keep_run_id(self, name: str, run_id: str) -> None:
         """Keep the id for the run that resumes this one."""
-        self._id_file(name).write_text(run_id + "\n", encoding="utf-8")
+        replace_text(self._id_file(name), f"{run_id}\n")
 
     def _id_file(self, name: str) -> Path:
         return self.folder / f"{name}_run_id.txt"

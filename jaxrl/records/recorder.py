@@ -115,12 +115,9 @@ class Recorder:
                 )
                 for name, text in self.cards.items() if is_first() and goes_on else ():
                     replace_text(self.folder / name, f"{text}\n")
-        except OSError as error:
+        except FolderError:
             self.close()
-            raise FolderError(
-                f"cannot write to the run folder {self.folder} ({error}): free space on its disk, "
-                "or mend its permissions, and start again"
-            ) from error
+            raise
         self.alarms.replay(self.logger.lines.earlier)
         self.watch.warm_after = first + 1
         self.display.course.begin(first, self.total_steps)

@@ -13,22 +13,28 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import yaml
 from etils import epath
 
 from jaxrl import activity, config as cfg
 from jaxrl.config.platform import KNOWN_IDS
 from jaxrl.files import (
+    DamagedFile,
     FolderError,
     as_path,
     missing_packages_named,
     replace_text,
+    sealed,
+    sealed_text,
+    unsealed,
+    unsealed_text,
     writable_folder,
+    writing,
 )
 from jaxrl.parallel import agree, allgather, is_first, record_folder
-from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps
+from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps, newest_config
 from jaxrl.records.lease import FolderLock
 from jaxrl.records.resume_identity import OWN_FOLDERS, changed_fields
+from jaxrl.records.run_config import CONFIG, read_config
 
 OWNER, LATEST = ".owner.json", "latest_checkpoint.txt"
 # Where every run saved, and kept its records, before each had folders of its own.
@@ -132,22 +138,24 @@ class RunFolders:
 
         Args:
             step: finished steps; 0 = there is no checkpoint of this run yet.
+
+        Raises:
+            FolderError: what says so cannot be written.
         """
         _WAITING.discard(self)
         if not is_first():
             return
         for field in ("ckpt_path", "export_path"):
             folder = as_path(f"trainer.{field}", getattr(self._trainer, field))
-            (folder / OWNER).write_text(
-                json.dumps(self._as_owner_of(folder)) + "\n", encoding="utf-8"
-            )
+            replace_text(folder / OWNER, json.dumps(sealed(self._as_owner_of(folder))) + "\n")
         if step == 0:
-            (self._run / LATEST).unlink(missing_ok=True)
+            with writing(self._run / LATEST):
+                (self._run / LATEST).unlink(missing_ok=True)
 
     def saved(self, checkpoint: str) -> None:
         """Note that a checkpoint is whole."""
         if is_first():
-            replace_text(self._run / LATEST, f"{checkpoint}\n")
+            replace_text(self._run / LATEST, sealed_text(f"{checkpoint}\n"))
 
     def close(self) -> None:
         """Let go of all folders of the run."""
@@ -189,12 +197,26 @@ class RunFolders:
         """Tell whose folder it is; None: nobody's, or that of an older run which this may be."""
         if all(path.name.startswith(".") for path in folder.iterdir()):
             return None
+        saved = _saved_by(folder) if field == "ckpt_path" else None
         if (folder / OWNER).exists():
-            return json.loads((folder / OWNER).read_text(encoding="utf-8"))
-        steps = checkpoint_steps(folder) if field == "ckpt_path" else []
-        saved = _saved_by(folder / f"{PREFIX}_{steps[-1]}") if steps else None  # an older version
+            try:
+                found, _ = unsealed((folder / OWNER).read_text(encoding="utf-8"))
+                return {name: str(found[name]) for name in ("run", "from_here")}
+            except (ValueError, LookupError) as error:
+                mine = self._run in Path(os.path.realpath(folder)).parents
+                if not (mine or saved):
+                    raise FolderError(
+                        f"{folder / OWNER} is damaged ({error}), and nothing else says which run "
+                        f"trainer.{field}={str(folder)!r} belongs to: delete that file if it is "
+                        f"this one, {self._run}; else choose another trainer.{field}"
+                    ) from error
+                activity.warn(
+                    f"{folder / OWNER} is damaged ({error}): whose folder it is follows from "
+                    f"{'where it is' if mine else 'its checkpoints'}, and it is written anew"
+                )
+                saved = None if mine else saved
         if saved is None or saved["run_name"] == self._trainer.run_name:
-            return None
+            return None  # an older version's, or nobody's
         return {"run": f"{saved['log_path']}/{saved['run_name']}", "from_here": ""}
 
     # ---------------------------------------------------------------- checkpoints that are gone
@@ -240,7 +262,7 @@ class RunFolders:
         unset = os.path.realpath(trainer.ckpt_path) == str(self._run / "checkpoints")
         if not unset or not (found := checkpoint_steps(old)):
             return
-        saved = _saved_by(old / f"{PREFIX}_{found[-1]}")
+        saved = _saved_by(old)
         if saved is None or saved["run_name"] != trainer.run_name:
             return
         raise FolderError(
@@ -253,13 +275,16 @@ class RunFolders:
 
     def _recorded_places(self) -> tuple[epath.Path | None, str]:
         """Read from its records where the run has its checkpoints, and its newest one."""
-        newest = ""
-        if (self._run / LATEST).exists():
-            newest = (self._run / LATEST).read_text(encoding="utf-8").strip()
+        newest, path = "", self._run / LATEST
+        if path.exists():
+            try:
+                newest = unsealed_text(path.read_text(encoding="utf-8")).strip()
+            except ValueError:
+                newest = f"named by {path}, which is damaged"
         try:
-            old = yaml.safe_load((self._run / "config.yaml").read_text(encoding="utf-8"))
+            old = read_config(self._run)
             place = as_path("trainer.ckpt_path", old["trainer"]["ckpt_path"])
-        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        except (OSError, ValueError, LookupError, TypeError):
             return None, newest
         return place, newest
 
@@ -268,49 +293,55 @@ def refuse_records_of_another(config: cfg.TrainConfig) -> None:
     """Refuse to write over the steps of another run in the run folder; a collective.
 
     The same config may start again there: the run was killed before its first checkpoint, or is
-    done once more.
+    done once more. Where `config.yaml` is damaged the newest checkpoint says what it was.
 
     Raises:
         FolderError: the run folder holds steps of a run with another config, or of one whose
             config cannot be read; names the folder, the fields and both values.
     """
     folder = cfg.run_folder(config.trainer)
-    problem = _other_records(folder, cfg.get_config_as_dict(config)) if is_first() else None
+    problem = _other_records(folder, config) if is_first() else None
     if problem := agree(problem):
+        whose, way_back = problem
         raise FolderError(
-            f"the run folder {str(folder)!r} holds the steps of {problem}. This run would write "
-            f"over them: {OWN_FOLDERS}, or undo the change"
+            f"the run folder {str(folder)!r} holds the steps of {whose}. This run would write over "
+            f"them: {OWN_FOLDERS}, or {way_back}"
         )
 
 
-def _other_records(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return whose steps the folder holds, in words; None: those of this config, or none."""
+def _other_records(folder: Path, config: cfg.TrainConfig) -> tuple[str, str] | None:
+    """Return whose steps the folder holds, and what else helps; None: this config's, or none."""
     lines, rollouts = folder / "metrics.jsonl", (folder / "rollouts").glob("step_*.npz")
     if not (lines.exists() and lines.stat().st_size) and not any(rollouts):
         return None
     try:
-        old = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        return f"a run whose config.yaml cannot be read ({type(error).__name__})"
-    if not isinstance(old, dict):
-        return "a run whose config.yaml is no config"
-    changed = changed_fields(old, config)
+        old = read_config(folder)
+    except OSError as error:
+        put_back = f"put {CONFIG} back"
+        return f"a run whose {CONFIG} cannot be read ({type(error).__name__})", put_back
+    except DamagedFile as error:
+        found = newest_config(as_path("trainer.ckpt_path", config.trainer.ckpt_path))
+        if found is None:
+            return f"a run of which no checkpoint is left, and {error}", f"put {CONFIG} back"
+        old, checkpoint = found
+        activity.warn(f"{error}; {checkpoint} says what it was, and a run that goes on writes it")
+    changed = changed_fields(old, cfg.get_config_as_dict(config))
     if "known_ids" not in old.get("trainer", {}).get("policy", {}):
         changed.pop(KNOWN_IDS, None)  # of a version without: nothing of that run goes on here
-    return f"a run with another config; (there, this run): {changed}" if changed else None
+    if not changed:
+        return None
+    return f"a run with another config; (there, this run): {changed}", "undo the change"
 
 
 _WAITING: "weakref.WeakSet[RunFolders]" = weakref.WeakSet()
 
 
-def _saved_by(checkpoint: epath.Path) -> dict[str, str] | None:
-    """Return `run_name` and `log_path` of the run that saved a checkpoint; None: unreadable."""
+def _saved_by(folder: epath.Path) -> dict[str, str] | None:
+    """Return `run_name` and `log_path` of the run whose checkpoints a folder has; None: unknown."""
     try:
-        saved = json.loads((checkpoint / "meta/metadata").read_text(encoding="utf-8"))["config"][
-            "trainer"
-        ]
-        return {name: saved[name] for name in ("run_name", "log_path")}
-    except (OSError, ValueError, LookupError, TypeError):  # restoring it says what is wrong
+        config, _ = newest_config(folder) or ({}, None)
+        return {name: config["trainer"][name] for name in ("run_name", "log_path")}
+    except (LookupError, TypeError):
         return None
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from jaxrl import activity
-from jaxrl.files import replace_text
+from jaxrl.files import replaced
 from jaxrl.records.json_lines import JsonLines, read_lines
 from jaxrl.records.loggers import Logger, RunInfo, open_logger
+from jaxrl.records.run_config import write_config
 from jaxrl.redaction import redacted
 
 REWARD_CURVES = (("reward/avg_raw_reward", "training"), ("eval/all/avg_score", "evaluation"))
@@ -23,11 +22,14 @@ class RunLogger:
     A checkpoint must not be ahead of the lines before it: `flush` first, then commit.
 
     Args:
-        folder: the run's folder; created.
+        folder: the run's folder; made if need be.
         loggers: names of `trainer.logger`.
         finished_steps: what a resumed run has behind it, see `JsonLines`.
         config: what the run was asked to do.
         project, run_name: for the loggers that have such.
+
+    Raises:
+        FolderError: one of the first two cannot be written.
     """
 
     def __init__(
@@ -41,10 +43,9 @@ class RunLogger:
         run_name: str = "test_run",
     ) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
         plain = json.loads(json.dumps(config or {}))  # tuples are lists to YAML
         if config is not None:
-            replace_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+            write_config(folder, plain)
         self.lines = JsonLines(folder / "metrics.jsonl", finished_steps)
         self._drawn = False  # all lines are in the picture
         run = RunInfo(folder, finished_steps, project, run_name, plain)
@@ -88,7 +89,8 @@ class RunLogger:
         axes.grid(alpha=0.3)
         axes.legend()
         try:
-            figure.savefig(path, dpi=120)  # a tight box is drawn twice
+            with replaced(path) as new:
+                figure.savefig(new, dpi=120, format="png")  # a tight box is drawn twice
             self._drawn = True
         except Exception as error:  # a picture is no reason to end a run
             activity.warn(f"{path} could not be drawn ({type(error).__name__}: {error})")

@@ -114,8 +114,10 @@ def dump_evaluation(folder: Path, rows: Rows, metrics: Mapping[str, float]) -> N
     """Write `<data source>.jsonl`, an answer per line, and the metrics `aggregated_results.jsonl`.
 
     Characters of a source's name that file names do not take become "_".
+
+    Raises:
+        FolderError: they could not be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lines: dict[str, list[str]] = {}
     for row in rows:
         name = re.sub(r"[^\w.-]", "_", row["data_source"])

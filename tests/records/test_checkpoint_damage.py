@@ -1,15 +1,19 @@
 """Checkpoints with missing, cut or changed files."""
 
 import contextlib
+import json
 import os
 import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxrl.files import DamagedFile, sealed, unsealed
 from jaxrl.records.checkpoint import Checkpointer, DamagedCheckpoint, UnreadableCheckpoint, resume
+from jaxrl.records.checkpoint_folders import newest_config
 from tests.jobs import run
 from tests.records.test_checkpoint import META, SMALL, save, steps_in
 
@@ -91,6 +95,71 @@ def test_a_flipped_bit_is_found(tmp_path):
     checkpointer = Checkpointer(str(tmp_path))
     with pytest.raises(DamagedCheckpoint, match=r"the values of .*noise.* are not those that were"):
         checkpointer.restore(1, NOISE, META)
+
+
+STAGE1 = Path(__file__).parents[1] / "data" / "stage1" / "runs"
+
+
+@pytest.mark.parametrize("kind", ["full", "lockstep"])
+def test_any_digit_of_the_metadata_that_flips_is_damage(tmp_path, kind):
+    """Position, next_ordinal, data, mesh, config, checksums: of the metadata of a real run."""
+    (old,) = (STAGE1 / kind / "checkpoints").glob("*/meta/metadata")
+    meta, checked = unsealed(old.read_text())
+    assert not checked  # of a version before
+    path = tmp_path / "global_step_2" / "meta" / "metadata"
+    path.parent.mkdir(parents=True)
+    text = json.dumps(sealed(meta))
+    path.write_text(text)
+    source = Checkpointer(str(tmp_path), read_only=True)
+    assert source.read_meta(2) == meta
+    digits = [place for place, sign in enumerate(text) if sign.isdigit()]
+    assert len(digits) > 900
+    for place in digits:
+        path.write_text(f"{text[:place]}{int(text[place]) ^ 1}{text[place + 1 :]}")
+        with pytest.raises(DamagedFile):
+            source.read_meta(2)
+    source.close()
+
+
+@pytest.mark.parametrize("name", ["epochs", "hidden_size", "checksums"])
+def test_a_digit_of_the_metadata_costs_the_newest_checkpoint_alone(tmp_path, name):
+    """And is not called another config or model."""
+    save(tmp_path, 5, 7)
+    path = tmp_path / "global_step_7" / "meta" / "metadata"
+    text = path.read_text()
+    place = next(i for i in range(text.index(f'"{name}"'), len(text)) if text[i].isdigit())
+    path.write_text(f"{text[:place]}{int(text[place]) ^ 1}{text[place + 1 :]}")
+    assert newest_config(Checkpointer(str(tmp_path)).folder)[1].name == "global_step_5"
+    message = r"global_step_7 is damaged \(DamagedFile: meta/metadata: .*Falling back to step 5"
+    with pytest.warns(UserWarning, match=message):
+        found, _ = Checkpointer(str(tmp_path)).restore_latest(SMALL, META)
+    assert found == 5 and steps_in(tmp_path) == ["global_step_5", "global_step_7.damaged"]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_with_one_line(tmp_path, capsys):
+    save(tmp_path, 5)
+    path = tmp_path / "global_step_5" / "meta" / "metadata"
+    path.write_text(json.dumps(unsealed(path.read_text())[0]))
+    assert Checkpointer(str(tmp_path)).restore_latest(SMALL, META)[0] == 5
+    said = f"{tmp_path}/global_step_5 is of an earlier version: its metadata has no checksum"
+    assert capsys.readouterr().out.count(said) == 1
+
+
+def test_a_note_of_a_commit_that_fails_is_told_once(tmp_path):
+    """The clean-up waits for the same save again."""
+    own = Checkpointer(str(tmp_path))
+    told = []
+
+    def full(path):
+        told.append(path)
+        raise OSError(28, "No space left on device")
+
+    own.on_commit = full
+    own.save(1, SMALL, META)
+    with pytest.raises(OSError, match="No space left"):
+        own.wait()
+    own.close()
+    assert told == [str(tmp_path / "global_step_1")]
 
 
 def test_a_step_may_be_damaged_twice(tmp_path):

@@ -1,5 +1,6 @@
 """Folders that one process at a time works in, with real processes."""
 
+import errno
 import json
 import os
 import signal
@@ -12,9 +13,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, sealed, unsealed
 from jaxrl.records import lease
 from jaxrl.records.lease import KEPT, FolderLock
+from tests.full_disk import Disk
 
 # Takes the folders that it is told of, one after another; says whether it got them, and keeps them.
 PROCESS = """
@@ -179,18 +181,71 @@ def test_of_two_machines_that_wait_for_a_lease_to_run_out_one_gets_it(tmp_path, 
     assert sorted(process.answer()[:3] for process in others) == ["no:", "no:", "yes"]
 
 
-def test_an_owner_of_before_a_reboot_or_without_a_whole_lease_is_waited_for(tmp_path, soon):
-    lock = FolderLock(tmp_path)
-    path = tmp_path / ".leases" / "1"
-    text = path.read_text()
+def left_lease(folder, **changes):
+    """The lease of an owner that lived before a reboot, or of another version."""
+    lock = FolderLock(folder)
+    found, checked = unsealed((folder / ".leases" / "1").read_text())
     lock.close()
-    before = json.loads(text) | {"machine": "the boot before"}
-    for left in (json.dumps(before), ""):
+    assert checked
+    return found | {"machine": "the boot before"} | changes
+
+
+def test_an_owner_of_before_a_reboot_or_of_another_version_is_waited_for(tmp_path, soon):
+    of_today = left_lease(tmp_path)
+    of_tomorrow = sealed({"beat": 3, "held": True, "what": "nobody knows"})
+    for left in (sealed(of_today), of_today, of_tomorrow):
         number = max(numbers(tmp_path))
-        (tmp_path / ".leases" / str(number)).write_text(left)
+        (tmp_path / ".leases" / str(number)).write_text(json.dumps(left))
+        began = time.monotonic()
         taken = FolderLock(tmp_path)
+        assert time.monotonic() - began >= 1.0
         taken.close()
         assert max(numbers(tmp_path)) == number + 1
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", None])
+def test_a_lease_that_is_damaged_is_nobodys(tmp_path, capsys, left):
+    """As a full disk left it, or with another digit: nobody waits for the 90 s of a lease."""
+    text = json.dumps(sealed(left_lease(tmp_path)))
+    path = tmp_path / ".leases" / "1"
+    path.write_text(text.replace('"beat": ', '"beat": 1') if left is None else left)
+    lock = FolderLock(tmp_path)
+    assert "waiting" not in capsys.readouterr().out
+    assert numbers(tmp_path) == [1, 2]
+    lock.close()
+
+
+def test_an_owner_whose_lease_is_damaged_writes_it_anew(tmp_path):
+    lock, path = FolderLock(tmp_path), tmp_path / ".leases" / "1"
+    path.write_text(path.read_text()[:30])
+    lock.check()
+    lock.beat()
+    assert unsealed(path.read_text())[0]["beat"] == 1
+    with pytest.raises(FolderError, match="another run goes on in"):
+        FolderLock(tmp_path)
+    lock.close()
+
+
+@pytest.mark.parametrize("write", ["write", "fsync", "link"])
+def test_a_full_disk_leaves_no_lease_and_is_named(tmp_path, write):
+    with pytest.MonkeyPatch.context() as patch:
+        Disk(patch, tmp_path, f"{write} .leases/.1.")
+        with pytest.raises(FolderError, match=f"cannot write {tmp_path}/.leases .No space left.*f"):
+            FolderLock(tmp_path)
+    assert os.listdir(tmp_path / ".leases") == []
+    FolderLock(tmp_path).close()
+
+
+def test_a_disk_without_links_has_leases_too(tmp_path, monkeypatch):
+    def none(*args, **kwargs):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", none)
+    lock = FolderLock(tmp_path)
+    assert os.listdir(tmp_path / ".leases") == ["1"]
+    with pytest.raises(FolderError, match="another run goes on in"):
+        FolderLock(tmp_path)
+    lock.close()
 
 
 def test_a_process_that_holds_the_file_lock_alone_is_not_overlooked(tmp_path, start, monkeypatch):

@@ -6,9 +6,10 @@ import pytest
 import yaml
 
 from jaxrl import config as cfg
-from jaxrl.files import FolderError
+from jaxrl.files import DamagedFile, FolderError, sealed
 from jaxrl.records import run_folders
 from jaxrl.records.resume_identity import changed_fields
+from jaxrl.records.run_config import read_config, write_config
 from jaxrl.records.run_folders import refuse_records_of_another
 
 LR = "trainer.policy.optimizer_config.lr"
@@ -103,8 +104,9 @@ def test_every_process_decides_as_the_first_does(tmp_path, monkeypatch):
     """A host that does not see the folder of process 0 must not go on without it."""
     asked = []
     monkeypatch.setattr(run_folders, "is_first", lambda: False)
-    monkeypatch.setattr(run_folders, "agree", lambda problem: asked.append(problem) or "a run of A")
-    with pytest.raises(FolderError, match="holds the steps of a run of A"):
+    found = "a run of A", "b"
+    monkeypatch.setattr(run_folders, "agree", lambda problem: asked.append(problem) or found)
+    with pytest.raises(FolderError, match="holds the steps of a run of A.*, or b$"):
         refuse_records_of_another(config_of(tmp_path))
     assert asked == [None]
 
@@ -121,3 +123,48 @@ def test_given_rows_are_the_same_in_another_folder(tmp_path):
     }
     mine = config("a", "runs/a/data/mine.jsonl")  # a file of the user's is its path
     assert changed_fields(mine, config("a", "runs/b/data/mine.jsonl")) != {}
+
+
+# ------------------------------------------------------------------ a config.yaml that is damaged
+
+
+def leave_sealed(folder, config):
+    run = leave_records(folder, config)
+    write_config(run, json.loads(json.dumps(cfg.get_config_as_dict(config))))
+    return run / "config.yaml"
+
+
+def test_any_digit_of_a_config_that_flips_is_damage_or_no_change(tmp_path):
+    file = leave_sealed(tmp_path, config_of(tmp_path))
+    right, text = read_config(file.parent), file.read_text()
+    digits = [place for place, sign in enumerate(text) if sign.isdigit()]
+    assert len(digits) > 200
+    for place in digits:
+        file.write_text(f"{text[:place]}{int(text[place]) ^ 1}{text[place + 1 :]}")
+        try:
+            assert read_config(file.parent) == right
+        except DamagedFile as error:
+            assert str(error).startswith(f"{file} is damaged (")
+        else:
+            assert place > text.rindex("# sha256")  # in the mark of the checksum
+
+
+def test_a_damaged_config_is_what_the_newest_checkpoint_says(tmp_path, capsys):
+    """It is never the user's config that was changed."""
+    config = config_of(tmp_path, **{LR: 1e-6, "trainer.ckpt_path": str(tmp_path / "saved")})
+    file = leave_sealed(tmp_path, config)
+    file.write_text(file.read_text().replace("lr: 1.0e-06", "lr: 3.0e-06"))
+    with pytest.raises(FolderError, match=r"no checkpoint is left, and .*config.yaml is damaged"):
+        refuse_records_of_another(config)
+    for step in (1, 2):
+        (tmp_path / "saved" / f"global_step_{step}" / "meta").mkdir(parents=True)
+        meta = sealed({"config": cfg.get_config_as_dict(config)})
+        meta = json.dumps(meta) if step == 1 else json.dumps(meta).replace("1e-06", "2e-06")
+        (tmp_path / "saved" / f"global_step_{step}" / "meta" / "metadata").write_text(meta)
+    refuse_records_of_another(config)
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {file} is damaged (") and said.count("\n") == 1
+    assert "global_step_1 says what it was" in said
+    other = r"another config; .*lr': \(1e-06, 2e-06\).*undo the change"
+    with pytest.raises(FolderError, match=other):
+        refuse_records_of_another(cfg.apply_overrides(config, {LR: 2e-6}))

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
 from jaxrl import config as cfg, sft, train
 from jaxrl.audit import main as audit
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, unsealed
 from jaxrl.records.run_folders import LATEST, OWNER, RunFolders
 from jaxrl.tools.replay.recorded_run import RecordedRun
 from tests.test_train import QUICKSTART, ROOT
@@ -91,8 +92,8 @@ def test_a_run_that_was_moved_with_its_checkpoints_keeps_them(tmp_path):
     folders = RunFolders(config_of(tmp_path / "moved"))
     folders.own(4)
     folders.close()
-    owner = json.loads((tmp_path / "moved/a/checkpoints" / OWNER).read_text())
-    assert owner == {"run": f"{tmp_path}/moved/a", "from_here": ".."}
+    owner, checked = unsealed((tmp_path / "moved/a/checkpoints" / OWNER).read_text())
+    assert checked and owner == {"run": f"{tmp_path}/moved/a", "from_here": ".."}
 
 
 def test_a_folder_from_before_there_were_owners_goes_to_a_run_of_that_name(tmp_path):
@@ -314,3 +315,64 @@ def test_a_sweep_with_one_checkpoint_folder(tmp_path, capsys, monkeypatch):
     text = done.communicate()[0]
     assert done.returncode == 0, text
     assert (tmp_path / "own" / f"global_step_{step + 4}").is_dir()
+
+
+# ------------------------------------------------------------------ what says so is damaged
+
+
+def flip_a_bit(path, place):
+    data = bytearray(path.read_bytes())
+    data[place // 8 % len(data)] ^= 1 << place % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["bit", "empty"])
+def test_a_damaged_owner_is_told_by_where_the_folder_is_or_by_its_checkpoints(
+    tmp_path, capsys, damage
+):
+    shared = str(tmp_path / "shared")
+    for name, changes in (("a", {}), ("b", {"ckpt_path": shared})):
+        config = config_of(tmp_path, name, **changes)
+        leave_run(config, steps=4, checkpoint=4)
+        owner = Path(config.trainer.ckpt_path, OWNER)
+        right = owner.read_text()
+        owner.write_text(right.replace(f"/{name}", "/c", 1) if damage == "bit" else "")
+        by = "where it is" if name == "a" else "its checkpoints"
+        folders = RunFolders(config)
+        said = capsys.readouterr().err
+        assert said.startswith(f"warning: {owner} is damaged (") and said.count("\n") == 1
+        assert f"whose folder it is follows from {by}, and it is written anew" in said
+        folders.own(4)
+        folders.close()
+        assert owner.read_text() == right
+    owner.write_text("")
+    with pytest.raises(FolderError, match=f"belongs to the run {tmp_path}/b, and this is"):
+        RunFolders(config_of(tmp_path, "other", ckpt_path=shared))
+
+
+def test_a_damaged_owner_that_nothing_else_tells_is_refused_as_damaged(tmp_path):
+    shared = tmp_path / "shared"
+    config = config_of(tmp_path, export_path=str(shared))
+    leave_run(config, steps=4, checkpoint=4)
+    (shared / "global_step_4").mkdir()
+    right = (shared / OWNER).read_bytes()
+    for place in range(0, 8 * len(right), 7):
+        flip_a_bit(shared / OWNER, place)
+        try:
+            RunFolders(config).close()  # the name of the checksum, or a space
+        except FolderError as error:
+            assert f"{shared / OWNER} is damaged (" in str(error)
+            assert "delete that file if it is this one" in str(error)
+        else:
+            assert unsealed((shared / OWNER).read_text())[0]["run"] == str(tmp_path / "a")
+        (shared / OWNER).write_bytes(right)
+
+
+def test_a_damaged_note_of_the_newest_checkpoint_is_called_damaged(tmp_path):
+    config = config_of(tmp_path)
+    leave_run(config, steps=4, checkpoint=4)
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "global_step_4")
+    path = tmp_path / "a" / LATEST
+    path.write_text(path.read_text().replace("step_4", "step_6"))
+    with pytest.raises(FolderError, match=f"gone .the newest was named by {path}, which is dama"):
+        RunFolders(config)

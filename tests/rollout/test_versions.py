@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from jaxrl import config as cfg
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, sealed, unsealed
 from jaxrl.rollout import build_remote
 from jaxrl.rollout.weights import versions
 from jaxrl.rollout.weights.groups import named
@@ -243,8 +243,8 @@ def cut_index(folder):
 
 
 def changed_index(folder, **changes):
-    index = json.loads((folder / versions.INDEX).read_text())
-    (folder / versions.INDEX).write_text(json.dumps(index | changes))
+    index, _ = unsealed((folder / versions.INDEX).read_text())
+    (folder / versions.INDEX).write_text(json.dumps(sealed(index | changes)))
 
 
 DAMAGES = [
@@ -315,6 +315,21 @@ def test_another_model_is_no_damage(root):
     other = {"embed": FIRST["embed"]}
     with pytest.raises(ValueError, match="final_norm is none of this model's arrays"):
         VersionReader(other, {"embed": ONE}).read(at(root, 1))
+
+
+def test_any_digit_of_an_index_that_flips_is_damage(tmp_path):
+    root = epath.Path(tmp_path / "weights")
+    published(root, FIRST, SECOND)
+    path = at(root, 2) / "index.json"
+    text = path.read_text()
+    whole = Index.read(at(root, 2))
+    for place in (i for i, sign in enumerate(text) if sign.isdigit()):
+        path.write_text(f"{text[:place]}{int(text[place]) ^ 1}{text[place + 1 :]}")
+        with pytest.raises(VersionDamaged, match="version-2/index.json is no index of weights"):
+            Index.read(at(root, 2))
+    old, _ = unsealed(text)
+    path.write_text(json.dumps(old))  # of a trainer of an earlier version
+    assert Index.read(at(root, 2)) == whole
 
 
 def test_links_are_not_followed(tmp_path):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl import activity
-from jaxrl.files import replaced
+from jaxrl.files import FolderError, replaced
 
 FILE = "run.db"
 FORMAT = 1
@@ -91,7 +91,7 @@ class Ledger:
     def __init__(self, path: Path, *, lock_timeout: float = 60.0) -> None:
         self.path, self.lock_timeout = path, lock_timeout
         self._lock, self._next = threading.Lock(), 1
-        self._failure: LedgerError | None = None
+        self._failure: LedgerError | FolderError | None = None
         self._new = path.with_name(f"{path.name}.new")
         try:
             if self._new.exists() and not path.exists():  # a kill in `_write_anew`
@@ -310,8 +310,8 @@ class Ledger:
             self.path.with_name(f"{self.path.name}{suffix}").unlink(missing_ok=True)
         self._new.replace(self.path)
 
-    def _named(self, error: BaseException) -> LedgerError:
-        if isinstance(error, LedgerError):
+    def _named(self, error: BaseException) -> LedgerError | FolderError:
+        if isinstance(error, LedgerError | FolderError):  # of a file beside it, which it names
             return error
         found_by_us = type(error) is sqlite3.DatabaseError
         code = getattr(error, "sqlite_errorname", "SQLITE_NOTADB" if found_by_us else "")

@@ -24,7 +24,7 @@ from jaxrl.data.recorded import (
 from jaxrl.data.routes import OwnRoutes
 from jaxrl.parallel import ProcessError, agree, allgather, is_first, record_folder
 from jaxrl.parallel.checksums import start_checksums
-from jaxrl.records.ledger.database import FILE, Ledger, LedgerError
+from jaxrl.records.ledger.database import FILE, Ledger
 from jaxrl.types import GeneratorOutput, Prompt, TrainBatch
 
 _FAILED = ("env_error", "abort")  # stop reasons of trajectories from which nothing is learnt
@@ -238,20 +238,10 @@ class LedgerWriter:
 
     def _write_beside(self, path: Path, routes: dict[str, np.ndarray]) -> None:
         """Write what this process has of a step, while it goes on."""
-
-        def write() -> None:
-            try:
-                write_routes(path, routes)
-            except OSError as error:
-                raise LedgerError(
-                    f"cannot write {path} ({error}): free space on its disk, or mend it, and start "
-                    "again; the run goes on from its last checkpoint"
-                ) from error
-
         assert self._thread is not None
         if self._writing is not None:  # a slow disk may be one step behind, not more
             self._writing.result()
-        self._writing = self._thread.submit(write)
+        self._writing = self._thread.submit(write_routes, path, routes)
 
 
 def step_checksums(batch: TrainBatch, state: Any) -> dict[str, int]:

@@ -21,7 +21,7 @@ import safetensors
 from etils import epath
 from safetensors.numpy import save
 
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, sealed, unsealed
 from jaxrl.models.export import whole_folder
 from jaxrl.parallel.checksums import host_checksums
 from jaxrl.rollout.weights.changes import PLACE, Changes, changed
@@ -81,7 +81,7 @@ class Index:
         """
         path = folder / INDEX
         try:
-            body = json.loads(_content(path))
+            body, _ = unsealed(_content(path).decode())
             if body["format"] != FORMAT:
                 raise ValueError(f"format={body['format']!r}, and this jaxrl reads {FORMAT}")
             version, base = int(body["version"]), body["base"]
@@ -100,7 +100,8 @@ class Index:
             for file in self.files
         ]
         body = {"format": FORMAT, **asdict(self), "files": files}
-        (folder / INDEX).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(sealed(body), indent=1) + "\n"
+        (folder / INDEX).write_text(text, encoding="utf-8")
 
 
 def _group_file(body: Any) -> GroupFile:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from etils import epath
 
 from jaxrl.data.order import DataOrder, data_order
-from jaxrl.files import as_path
+from jaxrl.files import DamagedFile, as_path
 from jaxrl.records.checkpoint_folders import checkpoint_steps
 from jaxrl.records.ledger.database import FILE, FORMAT
+from jaxrl.records.run_config import CONFIG, read_config
 from jaxrl.types import Prompt
 
 TABLES = ("groups", "trajectories", "ends", "steps")
@@ -135,16 +135,14 @@ def open_run(folder: Path) -> Iterator[AuditedRun]:
     Raises:
         NothingToAudit: there is no ledger that can be read; the message says what to do.
     """
-    path, config = folder / FILE, folder / "config.yaml"
+    path = folder / FILE
     if not path.is_file():
         raise NothingToAudit(
             f"{folder} holds no {FILE}: give the run folder, <trainer.log_path>/<trainer.run_name>"
         )
-    if not config.is_file():
-        raise NothingToAudit(
-            f"{folder} holds no config.yaml beside {FILE}: put that of the run back"
-        )
-    settings = _settings(config)
+    if not (folder / CONFIG).is_file():
+        raise NothingToAudit(f"{folder} holds no {CONFIG} beside {FILE}: put that of the run back")
+    settings = _settings(folder)
     saved = checkpoint_steps(as_path("trainer.ckpt_path", settings["trainer"]["ckpt_path"]))
     try:
         with _connected(path) as db:
@@ -157,16 +155,18 @@ def open_run(folder: Path) -> Iterator[AuditedRun]:
         ) from error
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(folder: Path) -> dict[str, Any]:
     """Return the config that a run wrote."""
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = read_config(folder)
         if not isinstance(settings["trainer"]["ckpt_path"], str):
             raise TypeError("trainer.ckpt_path is no text")
-    except (yaml.YAMLError, UnicodeDecodeError, *_NOT_AS_WRITTEN) as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+    except DamagedFile as error:
+        raise NothingToAudit(f"{error}: put that of the run back") from error
+    except _NOT_AS_WRITTEN as error:
         raise NothingToAudit(
-            f"{path} is not the config of a run ({what}): put that of the run back"
+            f"{folder / CONFIG} is not the config of a run ({type(error).__name__}: {error}): put "
+            "that of the run back"
         ) from error
     return settings
 

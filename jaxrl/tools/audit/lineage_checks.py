@@ -3,7 +3,6 @@
 "Crash" is any end of an attempt that left rows to take back: a kill, an error, a full disk.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import numpy as np
 
 from jaxrl.data.recorded import file_digest, routes_elsewhere
 from jaxrl.files import as_path
-from jaxrl.records.checkpoint_folders import PREFIX
+from jaxrl.records.checkpoint_folders import PREFIX, read_metadata
 from jaxrl.tools.audit.lineage import AuditedRun
 
 BIASED = 1e-3  # p below which lengths differ
@@ -341,9 +340,8 @@ def checkpoints(run: AuditedRun) -> Check:
     """
     failures, others, checked = [], 0, []
     for step in run.checkpoints:
-        path = run.checkpoint_folder / f"{PREFIX}_{step}" / "meta" / "metadata"
         try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
+            meta, _ = read_metadata(run.checkpoint_folder / f"{PREFIX}_{step}")
             ledger = meta.get("ledger") or {}
             of_this_run = ledger.get("run_id") == run.run_id
             position = int(ledger.get("position", 0))

@@ -16,13 +16,13 @@ from typing import Any
 from aiohttp import web
 
 from jaxrl.records.ledger import FILE
+from jaxrl.records.run_config import CONFIG
 from jaxrl.rollout.server.listening import listening
 from jaxrl.tools.report import parts
 from jaxrl.tools.report.blob import inert_json
 from jaxrl.tools.report.find import Query, find
 from jaxrl.tools.report.page import html_page
 from jaxrl.tools.report.run_files import (
-    CONFIG,
     METRICS,
     RunFiles,
     prompts_of_steps,

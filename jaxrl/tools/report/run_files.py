@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from jaxrl.records.batch_file import batch_path
 from jaxrl.records.ledger import FILE, read_rollouts
+from jaxrl.records.run_config import CONFIG, read_config
 from jaxrl.tools.audit.lineage import open_run
 
-METRICS, CONFIG, ROLLOUTS = "metrics.jsonl", "config.yaml", "rollouts"
+METRICS, ROLLOUTS = "metrics.jsonl", "rollouts"
 RUN_FOLDER = "<trainer.log_path>/<trainer.run_name>"
 TRAINED = "trained"
 # Trajectories that are in a rollout file: the filter of dynamic sampling keeps the others out.
@@ -200,11 +199,7 @@ def _read_config(run: RunFiles) -> None:
             "the run back"
         )
         return
-    found = run.note_of(CONFIG, lambda: yaml.safe_load(path.read_text(encoding="utf-8")), {})
-    if isinstance(found, dict):
-        run.settings = found
-    else:
-        run.notes.append(f"{CONFIG} is not the config of a run; put that of the run back")
+    run.settings = run.note_of("put that of the run back", lambda: read_config(run.folder), {})
 
 
 def _read_metrics(run: RunFiles) -> None:

@@ -67,7 +67,6 @@ def sweep(
     found = [
         summary(v.name, [x for x in ended if x.method == v.name], chosen[v.name][1]) for v in ready
     ]
-    folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "table.md", table(found) + "\n")
     replace_text(folder / "sweep.json", json.dumps([asdict(x) for x in found], indent=1))
     picture(found, folder / "sweep.png", f"{len(seeds)} seeds")

@@ -166,6 +166,5 @@ def _train(unit: Unit) -> None:
         "evaluation": evaluations[-1] if evaluations else None,
         "error": error,
     }
-    unit.result.parent.mkdir(parents=True, exist_ok=True)
     replace_text(unit.result, json.dumps(found))
     shutil.rmtree(folder, ignore_errors=True)  # its rollouts are large, and nobody reads them

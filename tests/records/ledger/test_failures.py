@@ -16,6 +16,7 @@ from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.records.lease import FolderLock
 from jaxrl.records.ledger import FILE, Ledger, LedgerError
 from jaxrl.train import main, train
+from tests.full_disk import Disk
 from tests.records.ledger.scribe import Scribe, failed
 from tests.test_train import assert_bitwise_equal, metric_lines, small
 
@@ -127,12 +128,10 @@ def test_a_run_whose_disk_is_full_stops_and_goes_on_when_it_is_not(
 
 
 def test_a_run_that_starts_on_a_full_disk_is_refused(tmp_path, monkeypatch, capsys):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("jaxrl.records.run_logger.replace_text", full)
+    config = tmp_path / "quickstart" / "config.yaml"
+    Disk(monkeypatch, tmp_path, f"fsync quickstart/.{config.name}.new")
     assert run(tmp_path, monkeypatch) == 2
-    message = f"cannot write to the run folder {tmp_path / 'quickstart'} ([Errno 28] No space left"
+    message = f"error: cannot write {config} (No space left on device): free space on its disk, or"
     assert message in capsys.readouterr().err
 
 
@@ -142,7 +141,8 @@ def test_a_run_whose_last_rollouts_cannot_be_written_says_so(tmp_path, monkeypat
     settings = {f"trainer.{name}": x for name, x in {**settings, "hf_save_interval": -1}.items()}
     assert run(tmp_path, monkeypatch, in_the_way, **settings) == 2
     said = capsys.readouterr().err
-    assert "FileExistsError" in said and "mend the disk or the permissions of its folder" in said
+    path = tmp_path / "quickstart" / "rollouts" / "step_000001.npz"
+    assert f"cannot write {path} (File exists): free space on its disk, or mend the permis" in said
 
 
 def test_a_disk_without_shared_memory_is_refused(tmp_path, monkeypatch):
