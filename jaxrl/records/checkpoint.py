@@ -476,7 +476,8 @@ def _print_no_tracebacks() -> None:
     """Keep orbax from printing what `Checkpointer` raises as one error.
 
     It logs the error of each of its threads. And it closes its event loop when the first array
-    fails: each of the others then finds the loop closed, which nobody can catch.
+    fails: each of the others then finds the loop closed, or its error is never asked for, which
+    nobody can catch.
     """
     shown = sys.unraisablehook
 
@@ -488,6 +489,7 @@ def _print_no_tracebacks() -> None:
     logging.getLogger("absl").addFilter(
         lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
     )
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 
 
 def may_pass(error: BaseException | None) -> bool:

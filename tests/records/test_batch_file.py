@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.files import FolderError
 from jaxrl.records.batch_file import batch_path, dump_batch, load_batch
 from jaxrl.types import TrainBatch
 
@@ -59,7 +60,7 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(np, "savez", broken)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(FolderError, match=f"cannot write {path} .disk full"):
         dump_batch(path, make_batch(rewards=np.zeros((2, 6), np.float32)), 8)
     np.testing.assert_array_equal(load_batch(path).rewards, make_batch().rewards)
 

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+import logging
 import resource
 import sys
 import threading
@@ -14,7 +15,7 @@ import optax
 import pytest
 
 from jaxrl import config as cfg
-from jaxrl.files import FolderError
+from jaxrl.files import FolderError, sealed
 from jaxrl.models.transformer import TransformerConfig, init_params, logical_axes
 from jaxrl.parallel import ShardingRules, make_mesh, param_shardings, replicated
 from jaxrl.parallel.checksums import checksums, start_checksums
@@ -194,7 +195,7 @@ def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path):
     assert steps_in(tmp_path) == ["global_step_1", "global_step_2"]
 
 
-def test_what_fails_in_orbax_is_said_once(tmp_path, monkeypatch, capfd):
+def test_what_fails_in_orbax_is_said_once(tmp_path, monkeypatch, capfd, caplog):
     """Thirty arrays that cannot be written are one error: no traceback and no line of a logger."""
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
@@ -211,6 +212,15 @@ def test_what_fails_in_orbax_is_said_once(tmp_path, monkeypatch, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     gc.collect()
     assert (printed, capfd.readouterr().err) == ([], "")
+    assert not [record.getMessage() for record in caplog.records]
+    # of arrays on a full tmpfs that fail after the first, once Python finds them
+    lost = (
+        "Task exception was never retrieved\nfuture: <Task finished coro=<{}() done> exception=..."
+    )
+    for where in ("write_fragment(), defined at /site-packages/orbax/checkpoint/x.py", "mine"):
+        logging.getLogger("asyncio").error(lost.format(where))
+    (record,) = caplog.records
+    assert "mine" in record.getMessage()
 
 
 def test_the_failure_of_the_last_save_is_reported_at_close(tmp_path, monkeypatch):
@@ -498,7 +508,7 @@ def test_meta_is_readable_json(tmp_path):
     save(tmp_path, 1)
     (file,) = (tmp_path / "global_step_1" / "meta").rglob("metadata")
     # 0 * 1 + 1 * 3 + 2 * 5
-    assert json.loads(file.read_text()) == {**META, "checksums": {"['x']": 13}}
+    assert json.loads(file.read_text()) == sealed({**META, "checksums": {"['x']": 13}})
 
 
 def a_reward(action, scale=1.0):

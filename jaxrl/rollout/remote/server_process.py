@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxrl.files import writing
 from jaxrl.rollout.remote.http_client import ServerError
 
 LOOPBACK = "127.0.0.1"
@@ -80,6 +81,7 @@ class ServerProcess:
 
         Raises:
             ServerError: it ended, or does not answer; with the end of its log.
+            FolderError: its log cannot be written.
         """
         if not hasattr(os, "killpg"):
             raise ServerError(
@@ -89,8 +91,10 @@ class ServerProcess:
                 retryable=False,
             )
         self.stop()  # what it started may have outlived it
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        with writing(self.log):
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            log = self.log.open("ab")
+        with log:
             self._process = process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

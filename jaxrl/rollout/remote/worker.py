@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl import cli
+from jaxrl.files import replace_text
 from jaxrl.rollout.remote.server_process import ServerProcess
 
 MODULE = "jaxrl.rollout.remote.worker"
@@ -59,9 +60,8 @@ class OwnServer(ServerProcess):
         del folder
         if self.runs:
             return False
-        self.folder.mkdir(parents=True, exist_ok=True)
         config, ready = self.folder / "config.json", self.folder / "ready"
-        config.write_text(json.dumps(self.config), encoding="utf-8")
+        replace_text(config, json.dumps(self.config))
         ready.unlink(missing_ok=True)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OF_THE_JOB)}
 
@@ -86,9 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
     server = make_server(json.loads(options.config.read_text(encoding="utf-8")))
     server.start()
-    unnamed = Path(f"{options.ready}.new")
-    unnamed.write_text(server.url.removesuffix("/v1"), encoding="utf-8")
-    unnamed.replace(options.ready)
+    replace_text(options.ready, server.url.removesuffix("/v1"))
     server.join()
     return cli.DONE
 

@@ -13,12 +13,14 @@ from jaxrl.data.columns import NO_ROUTES, ROUTES, ROUTES_PROCESS, take_rows
 from jaxrl.data.order import DataOrder
 from jaxrl.data.packing import empty_batch
 from jaxrl.data.recorded import file_digest
+from jaxrl.files import FolderError
 from jaxrl.records.batch_file import batch_path, load_batch
-from jaxrl.records.ledger import FILE, LedgerError, read_rollouts, rollouts_path, writer
+from jaxrl.records.ledger import FILE, read_rollouts, rollouts_path, writer
 from jaxrl.records.ledger.writer import LedgerWriter, Taken, _judged, _reasons, step_checksums
 from jaxrl.replay import replay
 from jaxrl.train import BasePPOExp, train
 from jaxrl.trainer import Trainer
+from tests.full_disk import Disk
 from tests.test_train import small
 
 
@@ -247,13 +249,9 @@ def test_a_process_that_is_not_the_first_writes_its_experts(second, tmp_path):
 
 def test_what_it_cannot_write_ends_the_run_before_a_checkpoint(second, monkeypatch):
     made, output = second
-
-    def full(path, arrays):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(writer, "write_routes", full)
+    Disk(monkeypatch, made.folder, ".npz.new")
     made.begin(0, first_ordinal=0, facts={}, machine={}, uids=[])
     made.take(output, ["0:1", "0:2"])
     made.end_step(1, empty_batch(2, 8), None)
-    with pytest.raises(LedgerError, match=r"processes/1/.*npz .*No space left on device\): free"):
+    with pytest.raises(FolderError, match=r"processes/1/.*npz .No space left on device\): free"):
         made.commit()
