@@ -68,6 +68,7 @@ def test_a_run_of_the_first_stage_is_audited_replayed_and_resumed(tmp_path, kind
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "is of an earlier version: its metadata has no checksum" in done.stdout
     checks = words(done.stdout, "CHECK")
     assert {result for _, result, *_ in checks} <= {"passed", "unknown"}, checks
     found = {(what, int(step)): names for what, step, *names in words(done.stdout, "FOUND")}

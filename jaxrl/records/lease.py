@@ -151,7 +151,8 @@ class FolderLock:
         except BaseException:
             self._stop.set()
             if self._number:  # the disk was full for what came after it
-                self._files.remove(self._number)
+                with contextlib.suppress(OSError):
+                    self._files.remove(self._number)
             self._unlock()
             raise
         _HELD.add(self)

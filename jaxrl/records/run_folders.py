@@ -197,24 +197,26 @@ class RunFolders:
         """Tell whose folder it is; None: nobody's, or that of an older run which this may be."""
         if all(path.name.startswith(".") for path in folder.iterdir()):
             return None
-        saved = _saved_by(folder) if field == "ckpt_path" else None
+        damage = None
         if (folder / OWNER).exists():
             try:
                 found, _ = unsealed((folder / OWNER).read_text(encoding="utf-8"))
                 return {name: str(found[name]) for name in ("run", "from_here")}
             except (ValueError, LookupError) as error:
-                mine = self._run in Path(os.path.realpath(folder)).parents
-                if not (mine or saved):
-                    raise FolderError(
-                        f"{folder / OWNER} is damaged ({error}), and nothing else says which run "
-                        f"trainer.{field}={str(folder)!r} belongs to: delete that file if it is "
-                        f"this one, {self._run}; else choose another trainer.{field}"
-                    ) from error
-                activity.warn(
-                    f"{folder / OWNER} is damaged ({error}): whose folder it is follows from "
-                    f"{'where it is' if mine else 'its checkpoints'}, and it is written anew"
-                )
-                saved = None if mine else saved
+                damage = error
+        within = self._as_owner_of(folder)["from_here"] in ("..", ".")  # of the run folder
+        saved = _saved_by(folder) if field == "ckpt_path" and not (damage and within) else None
+        if damage and not (within or saved):
+            raise FolderError(
+                f"{folder / OWNER} is damaged ({damage}), and nothing else says which run "
+                f"trainer.{field}={str(folder)!r} belongs to: delete that file if it is this one, "
+                f"{self._run}; else choose another trainer.{field}"
+            ) from damage
+        if damage:
+            activity.warn(
+                f"{folder / OWNER} is damaged ({damage}): whose folder it is follows from "
+                f"{'where it is' if within else 'its checkpoints'}, and it is written anew"
+            )
         if saved is None or saved["run_name"] == self._trainer.run_name:
             return None  # an older version's, or nobody's
         return {"run": f"{saved['log_path']}/{saved['run_name']}", "from_here": ""}

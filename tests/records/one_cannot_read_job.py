@@ -53,6 +53,14 @@ def newest(damage):
     return lambda seen: damage(seen / "global_step_2")
 
 
+def flip_a_digit(step):
+    """Of the config: that one process sees another one must not be taken for another run."""
+    path = step / "meta" / "metadata"
+    text = path.read_text()
+    assert '"seed": 1' in text
+    path.write_text(text.replace('"seed": 1', '"seed": 0'))
+
+
 def loop(seen):
     """The system's ELOOP, in place of the data."""
     for path in (seen / "global_step_2" / "state").rglob("d/*"):
@@ -62,7 +70,8 @@ def loop(seen):
 
 # a step that is damaged, missing or cut in one process alone: the one before, in both
 for case, damage, reason in (
-    ("meta", newest(remove("meta")), "KeyError"),
+    ("meta", newest(remove("meta")), "FileNotFoundError"),
+    ("digit", newest(flip_a_digit), "DamagedFile: meta/metadata: its checksum is that of another"),
     ("state", newest(remove("state")), "KeyError"),
     ("data", newest(cut_data_files), "ValueError: OUT_OF_RANGE"),
     ("step", newest(shutil.rmtree), "FileNotFoundError"),
