@@ -195,12 +195,13 @@ class SFTTrainer:
             config=cfg.get_config_as_dict(self.config),
             project=trainer.project_name,
             run_name=trainer.run_name,
+            curves=CURVES,
+            ylabel="loss per token",
+            read=lambda line: self.display.course.read(int(line["step"]), line),
         )
         if first >= self.total_steps:
             activity.say(cfg.nothing_to_do(trainer, first, self.total_steps))
         self.display.course.begin(first, self.total_steps)
-        for line in self.logger.lines.earlier:
-            self.display.course.read(int(line["step"]), line)
         with (
             contextlib.ExitStack() as ended,
             watchdog.watched(trainer.cluster.stall_seconds, 0.0),
@@ -230,7 +231,7 @@ class SFTTrainer:
                     if saves and self.saved < step:
                         self._write(step, exports=False, saves=True)
                     break
-            self.logger.plot(CURVES, "loss per token")
+            self.logger.plot()
             with activity.phase("save_checkpoints"), activity.doing("the last save"):
                 self.checkpointer.wait()
         ending.leave(step, number)
@@ -352,7 +353,7 @@ class SFTTrainer:
                 folder = Path(self.config.trainer.export_path) / f"global_step_{step}"
                 self.export(folder / "policy")
         if saves:
-            self.logger.plot(CURVES, "loss per token")
+            self.logger.plot()
             self.logger.flush()
             # last: a resumed run goes on here
             with activity.phase("save_checkpoints"), activity.doing(f"saving step {step}"):

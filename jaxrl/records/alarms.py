@@ -5,7 +5,7 @@ logged so far, so a resumed run raises what an uninterrupted one would.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -25,11 +25,12 @@ READ = (
     *(MISMATCH, STALENESS, SAME, SKIPPED, REJUDGED, FAILED),
 )
 SOLVED = 0.7  # of the way from the worst reward of the run to the best
+START = 3  # steps that the entropy is compared with
 WINDOW = 20  # steps that lengths are compared over, and that an alarm is silent before it repeats
 
 SO_FAR = {BEST: max, WORST: min}  # metrics whose history is what they were at most, at least
 
-History = Mapping[str, list[float]]  # values of each metric, in the order of the steps
+History = Mapping[str, list[float]]  # of each metric the first START values and the last WINDOW
 
 
 def _last(history: History, name: str, count: int = 3) -> float | None:
@@ -53,7 +54,7 @@ def entropy_left(history: History) -> float | None:
 
     None where it is solved.
     """
-    now, start = _last(history, ENTROPY), history.get(ENTROPY, [])[:3]
+    now, start = _last(history, ENTROPY), history.get(ENTROPY, [])[:START]
     if now is None or fmean(start) <= 0 or _is_solved(history):
         return None
     return now / fmean(start)
@@ -237,11 +238,6 @@ class Alarms:
     history: dict[str, list[float]] = field(default_factory=dict)
     last_beyond: dict[str, int] = field(default_factory=dict)
 
-    def replay(self, lines: Iterable[Mapping[str, float]]) -> None:
-        """Take in what was logged before a resumed run went on."""
-        for line in lines:
-            self.update(int(line["step"]), line)
-
     def update(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """Return the alarms that go off at this step.
 
@@ -254,6 +250,8 @@ class Alarms:
                 values, value = self.history.setdefault(name, []), float(metrics[name])
                 so_far = SO_FAR.get(name)
                 values.append(so_far(values[-1], value) if so_far and values else value)
+                if len(values) > START + WINDOW:
+                    del values[START]
         alarms = []
         for name, rule in RULES.items():
             threshold = self.thresholds.get(name, rule.threshold)

@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jaxrl import activity
-from jaxrl.files import replace_text, writing
+from jaxrl.files import replaced, writing
 
 
 class JsonLines:
@@ -17,19 +17,24 @@ class JsonLines:
         path: its folder is made if need be.
         finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut,
             and all of them if it starts afresh.
-
-    Attributes:
-        earlier: the lines that were kept.
+        read: is told of each line that is kept; in memory there is one at a time.
 
     Raises:
         FolderError: not even these can be written.
     """
 
-    def __init__(self, path: Path, finished_steps: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        finished_steps: int,
+        read: Callable[[Mapping[str, float]], None] = lambda line: None,
+    ) -> None:
         self.path = path
-        earlier = read_lines(path) if finished_steps else []
-        self.earlier = [line for line in earlier if line["step"] <= finished_steps]
-        replace_text(path, "".join(json.dumps(line) + "\n" for line in self.earlier))
+        with replaced(path) as new, new.open("w", encoding="utf-8") as file:
+            for line in lines_of(path) if finished_steps else ():
+                if line["step"] <= finished_steps:
+                    file.write(json.dumps(line) + "\n")
+                    read(line)
         with writing(path):
             self.file = path.open("ab", buffering=0)
         self.size = path.stat().st_size
@@ -75,12 +80,16 @@ class JsonLines:
 
 def read_lines(path: Path) -> list[dict[str, float]]:
     """Return the complete lines of a `metrics.jsonl`; one cut off by a crash is left out."""
+    return list(lines_of(path))
+
+
+def lines_of(path: Path) -> Iterator[dict[str, float]]:
+    """Yield what `read_lines` returns, a line at a time."""
     if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return

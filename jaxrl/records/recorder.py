@@ -112,18 +112,22 @@ class Recorder:
                     config=cfg.get_config_as_dict(self.config) if goes_on else None,
                     project=settings.project_name,
                     run_name=settings.run_name,
+                    read=self._read,
                 )
                 for name, text in self.cards.items() if is_first() and goes_on else ():
                     replace_text(self.folder / name, f"{text}\n")
         except FolderError:
             self.close()
             raise
-        self.alarms.replay(self.logger.lines.earlier)
         self.watch.warm_after = first + 1
         self.display.course.begin(first, self.total_steps)
-        for line in self.logger.lines.earlier:
-            self.display.course.read(int(line["step"]), line)
         return self
+
+    def _read(self, line: Mapping[str, float]) -> None:
+        """Take in what was logged before a resumed run goes on."""
+        step = int(line["step"])
+        self.alarms.update(step, line)
+        self.display.course.read(step, line)
 
     def show_card(self, name: str, whole: str, folded: Callable[[int], str]) -> None:
         """Show a card of what will be done, and keep it for the run folder.

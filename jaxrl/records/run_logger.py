@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxrl import activity
 from jaxrl.files import replaced
-from jaxrl.records.json_lines import JsonLines, read_lines
+from jaxrl.records.curve import Curve
+from jaxrl.records.json_lines import JsonLines
 from jaxrl.records.loggers import Logger, RunInfo, open_logger
 from jaxrl.records.run_config import write_config
 from jaxrl.redaction import redacted
@@ -27,6 +28,8 @@ class RunLogger:
         finished_steps: what a resumed run has behind it, see `JsonLines`.
         config: what the run was asked to do.
         project, run_name: for the loggers that have such.
+        curves: metrics that `plot` draws over the steps, (name, label) each; ylabel: of them.
+        read: is told of each line that a resumed run goes on from.
 
     Raises:
         FolderError: one of the first two cannot be written.
@@ -41,13 +44,23 @@ class RunLogger:
         config: Mapping[str, Any] | None = None,
         project: str = "skyrl",
         run_name: str = "test_run",
+        curves: Sequence[tuple[str, str]] = REWARD_CURVES,
+        ylabel: str = "mean reward",
+        read: Callable[[Mapping[str, float]], None] = lambda line: None,
     ) -> None:
         self.folder = folder
         plain = json.loads(json.dumps(config or {}))  # tuples are lists to YAML
         if config is not None:
             write_config(folder, plain)
-        self.lines = JsonLines(folder / "metrics.jsonl", finished_steps)
+        self._labels, self._ylabel = dict(curves), ylabel
+        self._curves = {name: Curve() for name in self._labels}
         self._drawn = False  # all lines are in the picture
+
+        def read_line(line: Mapping[str, float]) -> None:
+            self._extend(int(line["step"]), line)
+            read(line)
+
+        self.lines = JsonLines(folder / "metrics.jsonl", finished_steps, read_line)
         run = RunInfo(folder, finished_steps, project, run_name, plain)
         self.loggers: dict[str, Logger] = {}
         for name in loggers:
@@ -59,7 +72,7 @@ class RunLogger:
         """Record the numbers of one step."""
         numbers = {name: float(value) for name, value in metrics.items()}
         self.lines.log(step, numbers)
-        self._drawn = False
+        self._extend(step, numbers)
         self._each(lambda logger: logger.log(step, numbers))
 
     def flush(self) -> None:
@@ -67,10 +80,8 @@ class RunLogger:
         self.lines.flush()
         self._each(lambda logger: logger.flush())
 
-    def plot(
-        self, curves: Sequence[tuple[str, str]] = REWARD_CURVES, ylabel: str = "mean reward"
-    ) -> Path:
-        """Draw metrics over steps, (name, label) each, to `curve.png`, unless nothing is new."""
+    def plot(self) -> Path:
+        """Draw the curves to `curve.png`, unless nothing is new."""
         path = self.folder / "curve.png"
         if self._drawn and path.exists():
             return path
@@ -78,14 +89,12 @@ class RunLogger:
 
         figure = Figure(figsize=(7, 4))
         axes = figure.subplots()
-        lines = read_lines(self.lines.path)
-        for name, label in curves:
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            if points:
+        for name, label in self._labels.items():
+            if points := self._curves[name].points:
                 axes.plot(
                     *zip(*points, strict=True), label=label, marker="o" if "eval" in name else ""
                 )
-        axes.set(xlabel="step", ylabel=ylabel, title=self.folder.name.replace("$", r"\$"))
+        axes.set(xlabel="step", ylabel=self._ylabel, title=self.folder.name.replace("$", r"\$"))
         axes.grid(alpha=0.3)
         axes.legend()
         try:
@@ -100,6 +109,12 @@ class RunLogger:
         """Close the records and every logger."""
         self.lines.close()
         self._each(lambda logger: logger.close())
+
+    def _extend(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, curve in self._curves.items():
+            if name in numbers:
+                curve.add(step, numbers[name])
+        self._drawn = False
 
     def _each(self, action: Callable[[Logger], None]) -> None:
         for name, logger in list(self.loggers.items()):

@@ -43,6 +43,7 @@ from benchmarks import (
     sandbox,
     serve,
     staleness,
+    steady_memory,
     tail,
     tinker,
     tinker_cookbook,
@@ -106,6 +107,7 @@ def run(benchmark, tmp_path, capsys, *flags):
         sandbox,
         serve,
         staleness,
+        steady_memory,
         tinker,
         tinker_cookbook,
         tool_use,
@@ -123,6 +125,12 @@ def test_help(benchmark_module, capsys):
 def test_rollout_file(tmp_path, capsys):
     _, report = run(rollout_file, tmp_path, capsys)
     assert report["savez_compressed"]["bytes"] < report["savez"]["bytes"]
+
+
+def test_steady_memory(tmp_path, capsys):
+    printed, report = run(steady_memory, tmp_path, capsys)
+    assert [row["step"] for row in report["rows"]] == [2, 4, 6, 8]
+    assert report["rows"][-1]["metrics.jsonl"] > 0 and "a step: rss " in printed
 
 
 @pytest.mark.slow  # what it times: tests/tools/tinker

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from jaxrl.records.curve import Curve
+
 # What people watch, and the metrics it is, the first that a run has; those of `jaxrl.sft` are last.
 WATCHED = {
     "reward": ("reward/avg_raw_reward",),
@@ -32,7 +34,7 @@ class Course:
         name: of the run.
         total: steps; 0 for what has none, as an evaluation by itself.
         step: the last one that is done.
-        series: what is watched -> steps and values.
+        series: what is watched, over the steps.
         terms: the same of the first reward terms, by name; see `terms_watched`.
         paces: seconds of the last steps that compiled nothing.
         beside: seconds before these, for evaluations and checkpoints, and of how many steps.
@@ -41,8 +43,8 @@ class Course:
     name: str
     total: int = 0
     step: int = 0
-    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    terms: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    series: dict[str, Curve] = field(default_factory=dict)
+    terms: dict[str, Curve] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     paces: list[float] = field(default_factory=list)
     beside: tuple[float, int] = (0.0, 0)
@@ -57,10 +59,10 @@ class Course:
         for label, names in WATCHED.items():
             found = next((metrics[name] for name in names if name in metrics), None)
             if found is not None:
-                _extend(self.series, label, (step, float(found)))
+                _extend(self.series, label, step, float(found))
         for name, value in metrics.items():
             if term := _TERM.fullmatch(name):
-                _extend(self.terms, term[1], (step, float(value)))
+                _extend(self.terms, term[1], step, float(value))
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the numbers of a step that has just been done."""
@@ -104,22 +106,20 @@ class Course:
         return f"{how if error else 'ended'} after {clock_time(seconds)}{at}"
 
     def watched(self) -> dict[str, list[tuple[int, float]]]:
-        """Return what is watched and there, in the order of `WATCHED`."""
-        return {label: self.series[label] for label in WATCHED if label in self.series}
+        """Return the points of what is watched and there, in the order of `WATCHED`."""
+        return {label: self.series[label].points for label in WATCHED if label in self.series}
 
     def terms_watched(self) -> dict[str, list[tuple[int, float]]]:
         """Return the first few terms of a reward; none where it has but one, which it is then."""
-        terms = list(self.terms.items())  # another thread adds to it
+        # another thread adds to it
+        terms = [(name, curve.points) for name, curve in list(self.terms.items())]
         return dict(terms[:TERMS]) if len(terms) > 1 else {}
 
 
-def _extend(
-    series: dict[str, list[tuple[int, float]]], label: str, point: tuple[int, float]
-) -> None:
-    if label in series:
-        series[label].append(point)
-    else:  # whole: another thread draws it
-        series[label] = [point]
+def _extend(series: dict[str, Curve], label: str, step: int, value: float) -> None:
+    curve = series.get(label, Curve())
+    curve.add(step, value)
+    series[label] = curve  # not before it has a point: another thread draws it
 
 
 def number(value: float) -> str:

@@ -76,7 +76,7 @@ class Notebook(Ticking):
 
     def _draw_curves(self) -> None:
         """Draw the curves of all steps so far."""
-        series = self.course.series
+        series = self.course.watched()
         titles = [title for title in DRAWN if len(series.get(title, ())) > 1]
         if not titles:
             return
