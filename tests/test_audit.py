@@ -12,6 +12,8 @@ import yaml
 
 from jaxrl.audit import audit, main
 from jaxrl.records.ledger import FILE
+from jaxrl.records.ledger.database import SEALED
+from jaxrl.records.sealed_tables import seal
 from jaxrl.tools.audit.lineage_checks import sign_flip_p
 from jaxrl.train import BasePPOExp, train
 from jaxrl.trainer import Trainer
@@ -199,7 +201,9 @@ def copied(finished, tmp_path):
 
 
 def spoil(run, *statements):
+    """As a run would write that goes wrong; what a disk does is in records/ledger/test_damage."""
     with contextlib.closing(sqlite3.connect(run / FILE, isolation_level=None)) as db:
+        seal(db, SEALED)
         for statement in statements:
             db.execute(statement)
     return failed({check.name: check for check in audit(run)})
@@ -359,7 +363,7 @@ def test_a_free_run_that_forgets_a_prompt(tmp_path):
         (None, "", "holds no run.db: give the run folder"),
         ("", "", "is empty: the run has not begun yet"),
         ("no database" * 99, "", "cannot be read (DatabaseError: file is not a database)"),
-        (None, "UPDATE runs SET format = 7", "has format 7, this jaxrl reads 1: audit it with"),
+        (None, "UPDATE runs SET format = 7", "has format 7, this jaxrl reads 2: audit it with"),
         (None, "DROP TABLE ends", "cannot be read (OperationalError: no such table: "),
     ],
 )

@@ -363,6 +363,7 @@ def test_a_state_that_is_not_the_recorded_one_is_said(finished, tmp_path, monkey
     numbers = RecordedRun(run).steps[2].checksums
     numbers["state.kl_coef"] += 1
     with contextlib.closing(sqlite3.connect(run / "run.db")) as db, db:
+        seal(db, SEALED)
         db.execute("UPDATE steps SET checksums = ? WHERE step = 2", [json.dumps(numbers)])
     nothing = Comparison([], np.eye(0), 0, {}, 0.0)
     replaced = "jaxrl.tools.compare.table.compare_variants"

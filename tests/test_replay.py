@@ -13,6 +13,8 @@ import pytest
 from jaxrl.data.recorded import to_arrays
 from jaxrl.files import sealed_text, unsealed_text
 from jaxrl.records.ledger import read_rollouts, write_rollouts
+from jaxrl.records.ledger.database import SEALED
+from jaxrl.records.sealed_tables import seal
 from jaxrl.replay import Compared, against, main, replay
 from jaxrl.tools.replay.recorded_run import RecordedRun
 from jaxrl.tools.replay.steps import compared
@@ -35,7 +37,9 @@ def recorded(finished, tmp_path):
 
 
 def change(folder, statement, *values):
+    """As a run would have written it; what a disk does is in records/ledger/test_damage."""
     with contextlib.closing(sqlite3.connect(folder / "run.db")) as db, db:
+        seal(db, SEALED)
         db.execute(statement, values)
         db.execute("PRAGMA journal_mode=DELETE")  # no log is left beside it
 

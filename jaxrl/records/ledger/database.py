@@ -24,9 +24,11 @@ import numpy as np
 
 from jaxrl import activity
 from jaxrl.files import FolderError, replaced
+from jaxrl.records.sealed_tables import damage, is_sealed, seal
 
 FILE = "run.db"
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, FORMAT)  # that can be read; rows of the first have no checksums
 _TABLES = {
     "groups": "ordinal INTEGER, uid TEXT, step INTEGER",
     "trajectories": "group_id INTEGER, sample INTEGER, reward REAL, tokens INTEGER, "
@@ -47,12 +49,16 @@ _SCHEMA = (
     "CREATE INDEX IF NOT EXISTS ends_of ON ends (trajectory_id)",
     "CREATE INDEX IF NOT EXISTS trajectories_of ON trajectories (group_id)",
 )
+SEALED = ("runs", "data", "attempts", *_TABLES)
 # Groups without an end of any of their trajectories, all along the surviving lineage.
 _OPEN_GROUPS = """SELECT id FROM groups WHERE superseded IS NULL AND id NOT IN (
     SELECT t.group_id FROM trajectories t JOIN ends e ON e.trajectory_id = t.id
     WHERE t.superseded IS NULL AND e.superseded IS NULL)"""
 
-_DAMAGED = "move it away: the run then goes on with a new one, which knows nothing earlier"
+_DAMAGED = (
+    "move it away: the run then goes on with a new one, which knows nothing earlier; or put a copy "
+    "in its place"
+)
 _FIXES = {  # by the first letters of SQLite's error
     "SQLITE_FULL": "free space on its disk",
     "SQLITE_BUSY": "it was locked for {.lock_timeout:g} s, end the process that holds it",
@@ -85,7 +91,8 @@ class Ledger:
         lock_timeout: seconds to wait for another process that locks the database.
 
     Raises:
-        LedgerError: it is damaged or no ledger, another process locks it, or the disk refuses.
+        LedgerError: it is damaged (not one row may be another) or no ledger, another process locks
+            it, or the disk refuses.
     """
 
     def __init__(self, path: Path, *, lock_timeout: float = 60.0) -> None:
@@ -97,7 +104,7 @@ class Ledger:
             if self._new.exists() and not path.exists():  # a kill in `_write_anew`
                 self._put_in_place()
             self.run_id, self._next = self._connect()
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
             raise self._named(error) from error
         self.attempt, self._closed = 0, False
         self._queue: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
@@ -128,11 +135,18 @@ class Ledger:
             machine: what this attempt runs on, JSON.
             uids: of the training prompts, in the order of the data.
             held: groups that were sampled and wait in the checkpoint.
+
+        Raises:
+            LedgerError: rows that the checkpoint knows are not there.
         """
         known = saved is not None and saved["run_id"] == self.run_id
         position = saved["position"] if saved is not None and known else 0
         origin = "" if known or not step else f"{path} of run {saved['run_id'] if saved else '?'}"
-        self._next = max(self._next, position + 1)  # a disk that lost rows must not give ids twice
+        if position >= self._next:
+            problem = f"it ends with row {self._next - 1}, {path} knows {position}"
+            raise self._refusal(f"rows are lost: {problem}", _DAMAGED)
+        if origin:
+            activity.warn(f"{self.path} knows nothing of the steps up to {step}, of {origin}")
 
         def work(db: sqlite3.Connection) -> int:
             (last,) = db.execute("SELECT COALESCE(MAX(attempt), 0) FROM attempts").fetchone()
@@ -145,8 +159,9 @@ class Ledger:
                     for group in lost:
                         _supersede(db, table, attempt, f"{column} = ?", (group,))
             db.execute("UPDATE runs SET facts = ?", (json.dumps(dict(facts)),))
-            db.execute("DELETE FROM data")
-            db.executemany("INSERT INTO data VALUES (?, ?)", enumerate(uids))
+            if [uid for (uid,) in db.execute("SELECT uid FROM data ORDER BY row")] != list(uids):
+                db.execute("DELETE FROM data")
+                db.executemany("INSERT INTO data VALUES (?, ?)", enumerate(uids))
             row = attempt, position, step, first_ordinal, origin, time.time()
             row = *row, json.dumps(dict(machine))
             db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -246,9 +261,8 @@ class Ledger:
                 problem = f"SQLite keeps no write-ahead log there (journal_mode={mode!r})"
                 raise self._refusal(problem, "put trainer.log_path on a disk with shared memory")
             db.execute("PRAGMA synchronous=NORMAL")  # `position` syncs
-            (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
-            if found != "ok":
-                raise sqlite3.DatabaseError(" ".join(found.split()))
+            if found := damage(db):
+                raise sqlite3.DatabaseError(f"it is damaged, {found}")
             opened = self._open()
             self._files = self._inodes()
             return opened
@@ -277,14 +291,21 @@ class Ledger:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
         if tables and "runs" not in tables:
             raise sqlite3.DatabaseError(f"it is no ledger, its tables are {sorted(tables)}")
+        if tables and not is_sealed(db):
+            activity.warn(
+                f"{self.path} was begun by an earlier version of jaxrl, without checksums of its "
+                "rows: they have them from now on, and what was damaged before is not found"
+            )
         for statement in _SCHEMA:
             db.execute(statement)
+        seal(db, SEALED)
         found = db.execute("SELECT run_id, format FROM runs").fetchone()
         if found is None:
             found = uuid.uuid4().hex, FORMAT
             db.execute("INSERT INTO runs VALUES (?, ?, '{}')", found)
-        if found[1] != FORMAT:
+        if found[1] not in FORMATS:
             raise sqlite3.DatabaseError(f"format {found[1]}, this jaxrl writes {FORMAT}")
+        db.execute("UPDATE runs SET format = ?", (FORMAT,))
         last = max(
             db.execute(f"SELECT COALESCE(MAX(id), 0) FROM {t}").fetchone()[0] for t in _TABLES
         )
@@ -313,7 +334,8 @@ class Ledger:
     def _named(self, error: BaseException) -> LedgerError | FolderError:
         if isinstance(error, LedgerError | FolderError):  # of a file beside it, which it names
             return error
-        found_by_us = type(error) is sqlite3.DatabaseError
+        # found by us; or the text of an error of SQLite's that names what is damaged
+        found_by_us = type(error) in (sqlite3.DatabaseError, UnicodeDecodeError)
         code = getattr(error, "sqlite_errorname", "SQLITE_NOTADB" if found_by_us else "")
         if isinstance(error, OSError):
             code = "SQLITE_FULL" if error.errno in _NO_SPACE else "SQLITE_IOERR"

@@ -20,6 +20,7 @@ CHECKS = (
     checks.length_bias,
     checks.rollout_files,
     checks.checkpoints,
+    checks.rows,
 )
 SHOWN = 10  # failures of a check
 

@@ -22,8 +22,9 @@ from etils import epath
 from jaxrl.data.order import DataOrder, data_order
 from jaxrl.files import DamagedFile, as_path
 from jaxrl.records.checkpoint_folders import checkpoint_steps
-from jaxrl.records.ledger.database import FILE, FORMAT
+from jaxrl.records.ledger.database import FILE, FORMATS
 from jaxrl.records.run_config import CONFIG, read_config
+from jaxrl.records.sealed_tables import damage, is_sealed
 from jaxrl.types import Prompt
 
 TABLES = ("groups", "trajectories", "ends", "steps")
@@ -33,7 +34,14 @@ _NOT_AS_WRITTEN = (
     AttributeError,
     LookupError,
     TypeError,
+    UnicodeDecodeError,
     json.JSONDecodeError,
+)
+
+
+REMEDY = (
+    "Put a copy in its place; or move it away: the run then goes on with a new one, which knows "
+    "nothing earlier"
 )
 
 
@@ -75,6 +83,16 @@ class AuditedRun:
     def pairs(self, query: str) -> np.ndarray:
         """Return the result of a query as integers [rows, 2]."""
         return np.array(self.rows(query), np.int64).reshape(-1, 2)
+
+    @cached_property
+    def damage(self) -> str:
+        """Return what of the ledger is not as the run wrote it, in words; "" = nothing."""
+        return damage(self.db)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Return whether its rows have checksums; those of earlier versions have none."""
+        return is_sealed(self.db)
 
     @property
     def trainer(self) -> dict[str, Any]:
@@ -150,8 +168,7 @@ def open_run(folder: Path) -> Iterator[AuditedRun]:
     except (sqlite3.Error, *_NOT_AS_WRITTEN) as error:
         raise NothingToAudit(
             f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or no "
-            "ledger. Put a copy in its place; or move it away: the run then goes on with a new "
-            "one, which knows nothing earlier"
+            f"ledger. {REMEDY}"
         ) from error
 
 
@@ -196,14 +213,16 @@ def _read(
     db.execute("BEGIN")
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
     if not tables or ("attempts" in tables and not db.execute("SELECT 1 FROM attempts").fetchone()):
+        if found := damage(db):
+            raise sqlite3.DatabaseError(found)
         raise NothingToAudit(f"{folder / FILE} is empty: the run has not begun yet, let it start")
     for name in TABLES:
         db.execute(f"CREATE TEMP VIEW live_{name} AS SELECT * FROM {name} WHERE superseded IS NULL")
     found = db.execute("SELECT run_id, format, facts FROM runs").fetchone()
-    if found is None or found[1] != FORMAT:
+    if found is None or found[1] not in FORMATS:
         raise NothingToAudit(
-            f"{folder / FILE} has format {found and found[1]}, this jaxrl reads {FORMAT}: audit it "
-            "with the version that wrote it"
+            f"{folder / FILE} has format {found and found[1]}, this jaxrl reads {FORMATS[-1]}: "
+            "audit it with the version that wrote it"
         )
     start = db.execute(
         "SELECT attempt, from_step, first_ordinal, origin FROM attempts "

@@ -13,7 +13,8 @@ import numpy as np
 from jaxrl.data.recorded import file_digest, routes_elsewhere
 from jaxrl.files import as_path
 from jaxrl.records.checkpoint_folders import PREFIX, read_metadata
-from jaxrl.tools.audit.lineage import AuditedRun
+from jaxrl.records.ledger import FILE
+from jaxrl.tools.audit.lineage import REMEDY, TABLES, AuditedRun
 
 BIASED = 1e-3  # p below which lengths differ
 FLIPS = 10_000
@@ -358,6 +359,15 @@ def checkpoints(run: AuditedRun) -> Check:
         failures += _disagreements(run, step, position)
     figures = {"checkpoints": len(checked), "newest": max(checked, default=None), "others": others}
     return Check("checkpoints", figures, failures)
+
+
+def rows(run: AuditedRun) -> Check:
+    """Check that the rows of the ledger are those that the run wrote, to the bit."""
+    counts = {name: run.rows(f"SELECT COUNT(*) FROM {name}")[0][0] for name in TABLES}
+    if run.damage:
+        return Check("rows as written", counts, [f"{FILE} is damaged: {run.damage}. {REMEDY}"])
+    text = f"{FILE} was begun by an earlier version, whose rows have no checksums"
+    return Check("rows as written", counts, unknown="" if run.is_sealed else text)
 
 
 def _strangers(run: AuditedRun, step: int, saved: dict[str, Any]) -> Iterable[str]:

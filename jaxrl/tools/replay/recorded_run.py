@@ -24,7 +24,7 @@ from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.records.checkpoint import Checkpointer, parse_resume_path
 from jaxrl.records.checkpoint_folders import PREFIX
 from jaxrl.records.ledger import FILE, read_rollouts
-from jaxrl.tools.audit.lineage import open_run
+from jaxrl.tools.audit.lineage import REMEDY, open_run
 from jaxrl.train import BasePPOExp, meshes
 from jaxrl.trainer import Trainer
 from jaxrl.types import GeneratorOutput, Prompt
@@ -69,12 +69,15 @@ class RecordedRun:
         from_step: finished steps of that; 0 without.
 
     Raises:
-        ValueError: it is no run folder, its database cannot be read, or it did no step.
+        ValueError: it is no run folder, its database cannot be read or is damaged, or it did no
+            step.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         with open_run(self.folder) as run:
+            if run.damage:  # else another checksum would be the machine's fault
+                raise ValueError(f"{self.folder / FILE} is damaged: {run.damage}. {REMEDY}")
             self.run_id, self.facts, self.uids = run.run_id, run.facts, run.data
             self.origin, _, self.origin_run = run.origin.rpartition(" of run ")
             self.from_step = run.from_step

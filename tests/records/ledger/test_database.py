@@ -140,10 +140,10 @@ def test_ids_of_threads_do_not_mix(tmp_path):
 
 
 def test_another_format_is_refused(tmp_path):
-    open_ledger(tmp_path).close()
-    with sqlite3.connect(tmp_path / FILE) as db:
-        db.execute("UPDATE runs SET format = 99")
-    with pytest.raises(LedgerError, match="format 99, this jaxrl writes 1") as refused:
+    ledger = open_ledger(tmp_path)
+    ledger.submit(lambda db: db.execute("UPDATE runs SET format = 99")).result()
+    ledger.close()
+    with pytest.raises(LedgerError, match="format 99, this jaxrl writes 2") as refused:
         open_ledger(tmp_path)
     assert refused.traceback  # whose frames are still there
     with sqlite3.connect(tmp_path / FILE, timeout=0) as db:

@@ -333,8 +333,8 @@ def test_what_is_no_ledger_is_left_alone(tmp_path):
         assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("mine",)]
 
 
-def test_rows_that_a_disk_lost_are_missed_and_their_ids_are_not_given_again(scribe):
-    """The machine lost power, and its disk what it had said to have written."""
+def test_rows_that_a_disk_lost_are_missed(scribe):
+    """The machine lost power, and its disk what it had said to have written; or it is a copy."""
     scribe.step(1)
     scribe.ledger.position()
     files = {p: p.read_bytes() for p in scribe.folder.glob(f"{FILE}*") if "shm" not in p.name}
@@ -343,9 +343,14 @@ def test_rows_that_a_disk_lost_are_missed_and_their_ids_are_not_given_again(scri
     scribe.ledger.close()
     for path, content in files.items():
         path.write_bytes(content)
-    scribe.begin(2, saved, first=4)
-    assert scribe.hand_out(2, 4)[4] == saved["position"] + 1
-    assert failed(scribe.checks()).keys() == {"no prompt skipped"}
+    what = rf"rows are lost: it ends with row 11, step_2 knows {saved['position']}\): move it away"
+    with pytest.raises(LedgerError, match=what):
+        scribe.begin(2, saved, first=4, path="step_2")
+    scribe.ledger.close()
+    (scribe.folder / FILE).unlink()
+    scribe.begin(2, saved, first=4, path=str(scribe.folder / "checkpoints" / "global_step_2"))
+    scribe.step(3)
+    assert failed(scribe.checks()).keys() == {"history"}
 
 
 def test_a_log_that_a_kill_cut_holds_the_rows_before(tmp_path):
