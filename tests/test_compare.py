@@ -17,6 +17,8 @@ import pytest
 from jaxrl import config as cfg
 from jaxrl.compare import as_json, compare, heat_map, main, table
 from jaxrl.data.packing import one_per_row
+from jaxrl.records.ledger.database import SEALED
+from jaxrl.records.sealed_tables import seal
 from jaxrl.tools.compare.loss_comparison import (
     Comparison,
     Evaluated,

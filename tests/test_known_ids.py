@@ -356,6 +356,7 @@ def test_a_training_service_goes_on_as_it_began(tmp_path, wide, monkeypatch):
         facts = json.loads(text)
         assert facts.pop("known_ids") == 48
         db.execute("UPDATE service SET facts = ?", (json.dumps(facts),))
+        db.executescript("DROP TABLE seals; PRAGMA user_version = 0")
     assert served(tinker, config, monkeypatch) is None
 
 

@@ -6,6 +6,8 @@ the last state of each model (`states.py`) on, and nothing is computed twice.
 
 What is answered is kept for a time. So the file is as large as what is asked in that time, and as
 what models were asked since they were last written; deleted rows leave room for new ones.
+
+A bit that is another is found when the service begins (`records/sealed_tables.py`).
 """
 
 import contextlib
@@ -18,7 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrl import activity
+from jaxrl.files import DamagedFile
+from jaxrl.records.sealed_tables import damage, is_sealed, seal
+
 WAITS, DONE, FAILED = range(3)
+_TABLES = "service", "sessions", "models", "samplers", "calls", "checkpoints"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service (facts TEXT);
 CREATE TABLE IF NOT EXISTS sessions (
@@ -67,14 +74,37 @@ class Journal:
 
     Args:
         path: of the file, which is made.
+
+    Raises:
+        DamagedFile: its rows are not those that were written.
     """
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            self._open(path)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        if found := damage(self._db):
+            raise DamagedFile(
+                f"{path} is damaged, {found}: put a copy of its whole folder in its place; or "
+                "begin anew with another tinker.root, which knows no model and no checkpoint of "
+                "this one"
+            )
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
+        if not is_sealed(self._db) and self.rows("SELECT 1 FROM sqlite_master"):
+            activity.warn(
+                f"{path} was begun by an earlier version of jaxrl, without checksums of its rows: "
+                "they have them from now on, and what was damaged before is not found"
+            )
         self._db.executescript(_SCHEMA)
+        with self.together():
+            seal(self._db, _TABLES)
 
     def close(self) -> None:
         """Close the file."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl.files import DamagedFile
 from jaxrl.models.lora import LoraConfig, matrices
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.tools.tinker import bodies, graphs, states
@@ -53,6 +54,7 @@ class Model:
         slot: on the devices; None = it is not there.
         host: what it is, where it is not on the devices but in memory.
         used: when it was last.
+        damage: of its file, in words; "" = none. Nothing is done with it then.
     """
 
     id: str
@@ -64,6 +66,7 @@ class Model:
     slot: int | None = None
     host: Tenant | None = None
     used: float = 0.0
+    damage: str = ""
 
 
 @dataclass
@@ -178,13 +181,23 @@ class Service:
         for name, owner, text in self.journal.rows(
             "SELECT id, owner, facts FROM models WHERE ended IS NULL"
         ):
-            model = Model(name, owner, facts(text))
-            if (path := self._file(model)).exists():
-                model.saved = int(states.read_facts(path)["number"])
-                model.next = model.saved + 1
+            model = self._models[name] = Model(name, owner, facts(text))
+            try:
+                if (path := self._file(model)).exists():
+                    model.saved = int(states.read_facts(path)["number"])
+                    model.next = model.saved + 1
+                sql = "SELECT COALESCE(MAX(number), -1) FROM calls WHERE target = ?"
+                ((last,),) = self.journal.rows(sql, name)
+                if model.saved > last:
+                    raise DamagedFile(
+                        f"{path} has the call {model.saved}, and the journal ends with {last}: "
+                        "calls are lost; put copies of both in their place"
+                    )
+            except DamagedFile as error:
+                self._give_up(model, error)
+                continue
             later = self.journal.calls("target = ? AND number > ?", name, model.saved)
             model.calls = {call.number: (call, state) for call, state in later}
-            self._models[name] = model
         left = "SELECT target FROM calls WHERE body IS NOT NULL"  # of models that ended meanwhile
         for (name,) in self.journal.rows(
             f"SELECT id FROM models WHERE ended IS NOT NULL AND id IN ({left})"
@@ -236,12 +249,14 @@ class Service:
         """Return an owner's model.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, there is none; 500, its file is damaged.
         """
         with self._changed:
             model = self._models.get(name)
         if model is None or model.owner != owner:
             raise ApiError(404, f"model_id={name!r}: there is no such model")
+        if model.damage:
+            raise ApiError(500, f"model_id={name!r}: {model.damage}")
         return model
 
     def end(self, session: str) -> None:
@@ -279,7 +294,12 @@ class Service:
         self._sample(samples)
         for model in heads:
             call, state = model.calls[model.next]
-            if self._bring(model):
+            try:
+                there = self._bring(model)
+            except DamagedFile as error:
+                self._give_up(model, error)
+                continue
+            if there:
                 self._guarded(call, lambda call, m=model, s=state: self._begin(m, call, s))
         if self._running:
             self._dispatch()
@@ -312,11 +332,21 @@ class Service:
 
     def _forget(self, target: str) -> None:
         """Answer what a model that is gone was asked; nothing of that is done again."""
-        answer = {"error": "the session of the model is over", "category": "user"}
+        self._answer_all(target, {"error": "the session of the model is over", "category": "user"})
+        self.journal.forget_bodies(target)
+
+    def _give_up(self, model: Model, error: DamagedFile) -> None:
+        """Answer what a model is asked whose file is damaged; others go on."""
+        _log.error("model %s: %s", model.id, error)
+        with self._changed:
+            model.damage = str(error)
+            model.calls.clear()
+        self._answer_all(model.id, {"error": model.damage, "category": "server"})
+
+    def _answer_all(self, target: str, answer: dict[str, str]) -> None:
         for call, _ in self.journal.calls("target = ? AND state = 0", target):
             self.journal.finish(call.id, FAILED, json.dumps(answer).encode())
             self._told(call.id)
-        self.journal.forget_bodies(target)
 
     def _heads(self) -> list[Model]:
         """Return models with a call that is next, those first whose owners were served least."""
@@ -327,6 +357,9 @@ class Service:
     def _guarded(self, call: Call, run: Callable[[Call], object]) -> None:
         try:
             run(call)
+        except DamagedFile as error:
+            _log.error("%s %s: %s", call.kind, call.id, error)
+            self._finish(call, FAILED, {"error": str(error), "category": "server"})
         except (ValueError, ApiError) as error:
             self._finish(call, FAILED, {"error": str(error), "category": "user"})
         except Exception as error:
@@ -671,7 +704,8 @@ class Service:
         if isinstance(answer, bytes):
             self._finish(call, DONE, answer)
             return
-        kind = "user" if isinstance(answer, ValueError) else "server"
+        fault = isinstance(answer, ValueError) and not isinstance(answer, DamagedFile)
+        kind = "user" if fault else "server"
         self._finish(call, FAILED, {"error": str(answer), "category": kind})
 
     def sampled_path(self, sampler: str, owner: str) -> str:
@@ -711,7 +745,8 @@ class Service:
                 if load is not None:
                     try:
                         parts = load()
-                    except OSError:  # just deleted: the engine finds nothing either, and says so
+                    # just deleted, or damaged: the engine finds no more, and says so
+                    except (OSError, DamagedFile):
                         continue
                     model = model.replace(adapters=parts["adapters"], scale=parts["scale"])
                 self.tenants.put(slot, model)
