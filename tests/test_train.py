@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jaxrl import config as cfg
 from jaxrl.envs import Env
 from jaxrl.evaluate import evaluate_subject
+from jaxrl.files import sealed, unsealed
 from jaxrl.models import RopeScaling
 from jaxrl.records.batch_file import batch_path, load_batch
 from jaxrl.train import BasePPOExp, exit_status, main, train
@@ -180,9 +181,9 @@ def test_a_checkpoint_of_another_model_or_a_damaged_one_is_not_evaluated(finishe
     copy = tmp_path / "global_step_4"
     shutil.copytree(source, copy)
     (meta,) = (p for p in (copy / "meta").rglob("*") if "checksums" in p.read_text())
-    saved = json.loads(meta.read_text())
+    saved, _ = unsealed(meta.read_text())
     saved["checksums"][next(k for k in saved["checksums"] if k.startswith(".params"))] += 1
-    meta.write_text(json.dumps(saved))
+    meta.write_text(json.dumps(sealed(saved)))
     with pytest.raises(ValueError, match=r"damaged .*values of \[.*params"):
         evaluate_subject(small(folder), str(copy), output=tmp_path / "out")
 
