@@ -506,7 +506,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         trainer.train()
     except Ended as ended:
-        return cli.ended(str(ended), where_it_resumes(trainer.config.trainer), ended.code)
+        return cli.ended(str(ended), where_it_resumes(trainer.config.trainer), ended.status)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(where_it_resumes(trainer.config.trainer)) from error
     except (CheckpointError, FolderError) as error:

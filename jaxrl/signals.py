@@ -24,22 +24,22 @@ class Ended(BaseException):
     """Say that a signal has ended a run after a step, in all processes of its job.
 
     Attributes:
-        code: exit status of the command, 128 and the number of the signal.
+        status: that of the command at its end, 128 and the number of the signal.
     """
 
-    code: int
+    status: int
 
 
 class Interrupted(Ended, KeyboardInterrupt):
     """Say that Ctrl-C has; a `KeyboardInterrupt`, as everywhere."""
 
-    code = 128 + signal.SIGINT
+    status = 128 + signal.SIGINT
 
 
 class Terminated(Ended, SystemExit):
     """Say that SIGTERM has: a script that does not catch it ends with its status."""
 
-    code = 128 + signal.SIGTERM
+    status = code = 128 + signal.SIGTERM
 
 
 class Ending:

@@ -625,7 +625,7 @@ def for_scripts(body: Callable[P, T]) -> Callable[P, T]:
             with cli.plain_warnings():
                 return body(*args, **kwargs)
         except Terminated as ended:
-            cli.ended(str(ended), cli.AGAIN, ended.code)
+            cli.ended(str(ended), cli.AGAIN, ended.status)
             raise
         except KeyboardInterrupt as error:
             plain = KeyboardInterrupt(*error.args)  # of no other kind does Python make its own end
@@ -686,7 +686,7 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
         else:
             run.train(trainer)
     except Ended as ended:
-        return cli.ended(str(ended), where_it_resumes(run.config.trainer), ended.code)
+        return cli.ended(str(ended), where_it_resumes(run.config.trainer), ended.status)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(where_it_resumes(run.config.trainer)) from error
     except jax.errors.JaxRuntimeError as error:
