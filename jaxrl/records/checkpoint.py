@@ -15,10 +15,12 @@ import itertools
 import logging
 import socket
 import sys
+import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 import jax
@@ -155,7 +157,7 @@ class Checkpointer:
             items["buffer"] = ocp.args.PyTreeSave(buffer)
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(sealed(meta)))
         with self._named_failure():
-            if not self.manager.save(step, args=args):
+            if not _in_daemon(lambda: self.manager.save(step, args=args)):
                 raise ValueError(f"the folder already holds a step after {step}")
         return str(self.folder / f"{PREFIX}_{step}")
 
@@ -490,6 +492,24 @@ def _print_no_tracebacks() -> None:
         lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
     )
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+
+
+def _in_daemon(start: Callable[[], T]) -> T:
+    """Return what orbax's start of a save gives, in a daemon thread: so are those that it starts.
+
+    Where it fails, as on a full disk, they wait for minutes for what will not come, and the end of
+    the process would wait for them.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(start())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="start of a save", daemon=True).start()
+    return done.result()
 
 
 def may_pass(error: BaseException | None) -> bool:

@@ -34,6 +34,7 @@ from jaxrl.records.checkpoint import (
 from jaxrl.records.resume_identity import changed_fields, fingerprint
 from jaxrl.training.optim import abstract_state, init_state, make_apply, make_optimizer
 from jaxrl.types import Prompt
+from tests.full_disk import Disk
 
 MODEL = TransformerConfig(
     vocab_size=16,
@@ -221,6 +222,24 @@ def test_what_fails_in_orbax_is_said_once(tmp_path, monkeypatch, capfd, caplog):
         logging.getLogger("asyncio").error(lost.format(where))
     (record,) = caplog.records
     assert "mine" in record.getMessage()
+
+
+def test_a_save_that_cannot_begin_does_not_hold_up_the_end_of_the_process(tmp_path):
+    """Orbax's threads wait for the folder that could not be made."""
+    before = set(threading.enumerate())
+    checkpointer = Checkpointer(str(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        Disk(patch, tmp_path, "mkdir global_step_1")
+        with pytest.raises(FolderError, match="could not save step 1 .*No space left on device"):
+            checkpointer.save(1, SMALL, META)
+            checkpointer.wait()
+    left = {thread.name for thread in set(threading.enumerate()) - before if not thread.daemon}
+    assert left <= {"metadata_store_0"}  # of an executor, which Python ends
+    checkpointer.close()
+    again = Checkpointer(str(tmp_path))
+    again.save(1, SMALL, META)
+    again.close()
+    assert Checkpointer(str(tmp_path)).restore_latest(SMALL, META)[0] == 1
 
 
 def test_the_failure_of_the_last_save_is_reported_at_close(tmp_path, monkeypatch):
