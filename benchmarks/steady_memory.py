@@ -5,7 +5,8 @@
 
 Claim: a run does not grow with its steps, but for what it writes to disk.
 
-The quickstart with steps of 2 prompts and 2 samples, its checkpoints and pictures, no evaluation.
+The quickstart with steps of 2 prompts and 2 samples, no evaluation, its checkpoints and pictures,
+which come at the end of each epoch of 32 steps, too.
 A line every so many steps: resident memory and its anonymous part (MB), what malloc has given out
 and what it holds free (MB, Linux with glibc), memory maps, open files, threads, JAX's arrays, the
 objects that Python's collector walks, and the size of run.db, its log and metrics.jsonl (kB). The
