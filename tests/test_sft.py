@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from jaxrl import config as cfg
 from jaxrl.data.conversations import conversation_batch
-from jaxrl.sft import build, main, sft
+from jaxrl.files import as_path
+from jaxrl.records.checkpoint_folders import checkpoint_steps
+from jaxrl.sft import SFTTrainer, build, main, sft
 from tests.test_train import ROOT, assert_bitwise_equal, assert_close, assert_trained_alike
 
 RECIPE = str(ROOT / "configs" / "sft_addition.py")
@@ -312,3 +314,30 @@ def test_the_command(tmp_path, capsys):
     path = "--config.trainer.policy.model.path=nobody/has-this-model"
     assert main([f"--config={RECIPE}", no_data, path]) == 2
     assert "error: data file 'no_such.jsonl' does not exist" in capsys.readouterr().err
+
+
+def test_a_signal_ends_it_after_the_step_and_it_goes_on_with_the_same_bits(
+    whole, tmp_path, monkeypatch, capfd
+):
+    folder, undisturbed = whole
+    train_step, settings = SFTTrainer.train_step, {"trainer.ckpt_interval": 2}
+
+    def with_signal(trainer, step):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(trainer, step)
+
+    monkeypatch.setattr(SFTTrainer, "train_step", with_signal)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    recipe, config = tmp_path / "recipe.py", small(tmp_path, **settings)
+    recipe.write_text(f"def get_config():\n    return {cfg.get_config_as_dict(config)!r}\n")
+    assert main([f"--config={recipe}"]) == 143
+    line = "SIGTERM: ended after step 3; the same command resumes after step 3"
+    assert capfd.readouterr().err.splitlines()[-1] == line
+    assert signal.signal(signal.SIGTERM, before) == signal.SIG_DFL  # as the run found it
+    monkeypatch.undo()
+    saved = checkpoint_steps(as_path("", config.trainer.ckpt_path))
+    assert saved == [2, 3]
+    resumed = sft(small(tmp_path, **settings))
+    assert lines(tmp_path) == lines(folder)
+    assert_bitwise_equal(resumed.state, undisturbed.state)

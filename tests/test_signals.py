@@ -8,13 +8,10 @@ import threading
 
 import pytest
 
-from jaxrl import config as cfg
 from jaxrl.audit import audit
-from jaxrl.sft import SFTTrainer, main as sft_main, sft
 from jaxrl.signals import Ending, Interrupted, Terminated
 from jaxrl.train import BasePPOExp, exit_status, train
 from jaxrl.trainer import Trainer
-from tests import test_sft
 from tests.test_train import assert_bitwise_equal, metric_lines, small
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -104,29 +101,6 @@ def test_a_script_is_told_by_an_exception(tmp_path):
     with pytest.raises(Terminated, match="^SIGTERM: ended after step 3$") as raised:
         signalled(signal.SIGTERM)(small(tmp_path, **settings)).run()
     assert raised.value.code == 143
-
-
-def test_a_supervised_run(tmp_path, monkeypatch, capfd):
-    whole, settings = sft(test_sft.small(tmp_path / "whole")), {"trainer.ckpt_interval": 2}
-    train_step = SFTTrainer.train_step
-
-    def with_signal(trainer, step):
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(trainer, step)
-
-    monkeypatch.setattr(SFTTrainer, "train_step", with_signal)
-    recipe = tmp_path / "recipe.py"
-    config = test_sft.small(tmp_path / "ended", **settings)
-    recipe.write_text(f"def get_config():\n    return {cfg.get_config_as_dict(config)!r}\n")
-    assert sft_main([f"--config={recipe}"]) == 143
-    line = "SIGTERM: ended after step 3; the same command resumes after step 3"
-    assert capfd.readouterr().err.splitlines()[-1] == line
-    monkeypatch.undo()
-    assert steps_of_checkpoints(tmp_path / "ended") == [2, 3]
-    resumed = sft(test_sft.small(tmp_path / "ended", **settings))
-    assert test_sft.lines(tmp_path / "ended") == test_sft.lines(tmp_path / "whole")
-    assert_bitwise_equal(resumed.state, whole.state)
 
 
 def test_rays_handler_is_replaced_and_put_back():
