@@ -244,7 +244,8 @@ def strike(job: Job, rng: random.Random, *, after_commit: bool = False) -> Kill:
     while len(pids) < job.processes:
         pids = job.pids()
         _alive(job)
-    chosen = rng.choice([i for i in pids if job.leads(i) == (victim == LEADER)])
+    alike = [i for i in pids if victim == LAUNCHER or job.leads(i) == (victim == LEADER)]
+    chosen = rng.choice(alike)
     began = time.monotonic()
     os.kill(job.launcher.pid if victim == LAUNCHER else pids[chosen], SIGNALS[how])
     if victim == LAUNCHER:

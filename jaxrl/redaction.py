@@ -18,11 +18,12 @@ _NAME = (
     r"|authorization|(?:hf|auth|access|bearer|api)_token)|token)"
 )
 _IN_TEXT = re.compile(
-    rf"(?P<entry>(['\"]){_NAME}\2\s*:\s*['\"])[^'\"]+"  # of a dict, as it is written
+    rf"(?P<entry>(['\"]){_NAME}\2\s*:\s*['\"])[^'\"\s]{{8,}}"  # of a dict, as it is written
+    rf"|(?P<argument>(?<![\w.]){_NAME}\s*=\s*['\"])[^'\"]+"  # of a call
     r"|(?<=://)[^/@\s'\"]+(?=@)"  # user:password of an address
     r"|(?<=[?&])(?P<name>(?i:(?:[\w-]*[_-])?(?:api_?key|key|token|secret|passw(?:or)?d|sig|signature"
     r"|auth|credentials?))=)[^&#\s'\"]+"
-    r"|\b(?:sk-(?:[a-z]+\d*-)?\w{20,}|hf_[A-Za-z0-9]{30,}|gh[opsu]_[A-Za-z0-9]{30,}"
+    r"|(?<![\w-])(?:sk-(?:[a-z]+\d*-)?(?=[A-Za-z0-9]*\d)[A-Za-z0-9]{20,}|hf_[A-Za-z0-9]{30,}|gh[opsu]_[A-Za-z0-9]{30,}"
     r"|github_pat_\w{40,}|xox[abprs]-[\w-]{20,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|tml-[\w-]{20,})"
     r"|(?P<scheme>\b(?i:bearer) +)(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,}"
 )
@@ -40,7 +41,9 @@ def redacted(text: str, *keys: str) -> str:
     ours = (value for name, value in os.environ.items() if names_key(name) and len(value) >= LEAST)
     for key in sorted(filter(None, {*keys, *ours}), key=len, reverse=True):
         text = text.replace(key, HIDDEN)
-    return _IN_TEXT.sub(lambda m: f"{m['entry'] or m['name'] or m['scheme'] or ''}{HIDDEN}", text)
+    return _IN_TEXT.sub(
+        lambda m: f"{m['entry'] or m['argument'] or m['name'] or m['scheme'] or ''}{HIDDEN}", text
+    )
 
 
 def names_key(variable: str) -> bool:

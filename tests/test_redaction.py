@@ -28,11 +28,16 @@ KEY = "hunter2secret"
         (f"Authorization: Bearer {KEY}", "Authorization: Bearer <hidden>"),
         (f"{{'api_key': '{KEY}', 'n': 1}}", "{'api_key': '<hidden>', 'n': 1}"),
         (f'{{"hf_token": "{KEY}"}}', '{"hf_token": "<hidden>"}'),
+        (f"rewards:judge(api_key='{KEY}', n=2)", "rewards:judge(api_key='<hidden>', n=2)"),
         # what has the look and is none
         ("hf://datasets/openai/gsm8k@main", "hf://datasets/openai/gsm8k@main"),
         ("https://host/a@b?monkey=1&design=2", "https://host/a@b?monkey=1&design=2"),
         ("runs/hf_exports/sk-learn, the bearer of bad news", None),
         ("{'max_tokens': '8', 'stop_token': '</s>'}", None),
+        ('Say {"token": "yes"} or {"secret": "not at all"}', None),
+        ("runs/gemma-sk-instruct_lora_rank_16_lr_1e_5", None),
+        ("models/opus-mt-en-sk-finetuned_on_translations", None),
+        ("rewards:judge(tokens='a', stop_token='</s>')", None),
     ],
 )
 def test_keys_in_text(text, shown):
@@ -53,6 +58,7 @@ def test_values_of_the_environment(monkeypatch):
 def test_values_that_hold_a_key():
     assert holds_key("a.base_url", f"http://u:{KEY}@host")
     assert holds_key("a.kwargs", {"deep": [{"api-key": KEY}]})
+    assert holds_key("data.train_data", [f"my_pkg.rows:hub(token='{KEY}')"])
     assert holds_key("a.my_api_key", KEY) and holds_key("token", KEY)
     assert not holds_key("a.my_api_key", "") and not holds_key("a.api_key_env", "OPENAI_API_KEY")
     assert not holds_key("a.kwargs", {"max_tokens": 3, "pad_token": "<pad>", "tokenizer": "path"})
@@ -64,6 +70,7 @@ def test_no_field_of_a_config_takes_a_key():
         f"https://me:{KEY}@host/v1",
         f"['https://host/v1?api_key={KEY}']",
         f"{{'api_key': '{KEY}'}}",
+        f'[\'my_pkg.my_module:judge(model="m", api_key="{KEY}")\']',
     )
     fields = flatten(TrainConfig())
     assert len(fields) > 400

@@ -94,12 +94,13 @@ def write_row_files(config: TrainConfig) -> None:
     A script's rows may name code. Where these do, the config says so to whoever reads the files,
     unless others' files are among them, which it must not speak for.
     """
-    if _rows_name_code([*config.data.train_data, *config.data.val_data]):
+    sources = [*config.data.train_data, *config.data.val_data]
+    if _rows_name_code(sources, config.environment.env_class):
         config.environment.rows_may_name_code = True
     _replace_rows(config, Rows.written)
 
 
-def _rows_name_code(sources: Sequence[str]) -> bool:
+def _rows_name_code(sources: Sequence[str], named: str) -> bool:
     """Return whether a script's rows, the only ones that will be read from files, name code."""
     rows = [row for source in sources if isinstance(source, Rows) for row in source.read()]
     if not rows:
@@ -107,8 +108,8 @@ def _rows_name_code(sources: Sequence[str]) -> bool:
     from jaxrl.data.prompts import is_file  # here: as in `environment.check_environment`
     from jaxrl.envs import code_of
 
-    names = [(name, row) for row in rows if isinstance(name := row.get("env_class"), str)]
-    return not any(map(is_file, sources)) and any(code_of(name, row) for name, row in names)
+    chosen = (code_of(str(row.get("env_class") or named), row, named) for row in rows)
+    return not any(map(is_file, sources)) and any(chosen)
 
 
 def _replace_rows(config: TrainConfig, new: Callable[[Rows], str]) -> None:

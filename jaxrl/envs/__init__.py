@@ -143,7 +143,7 @@ def load(env_class: str) -> Any:
     return _import(entry_point) if isinstance(entry_point, str) else entry_point
 
 
-def code_of(env_class: str, extras: Mapping[str, Any]) -> dict[str, Any]:
+def code_of(env_class: str, extras: Mapping[str, Any], named: str) -> dict[str, Any]:
     """Return the columns of a row that choose what is imported, run or connected to.
 
     A name of the table is none: what stands there is jaxrl's, or was registered.
@@ -151,13 +151,16 @@ def code_of(env_class: str, extras: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         env_class: of the row; its column of that name, where this is returned.
         extras: its other columns.
+        named: environment that the config itself names, which is no choice of the row's.
     """
     if env_class in ENVS:
         return {}
     first, _, name = env_class.partition(":")
     if first in ADAPTERS:
-        return _import(ADAPTERS[first][0]).code_of(name, extras)
-    return {"env_class": env_class} if ":" in env_class else {}
+        found = _import(ADAPTERS[first][0]).code_of(name, extras)
+    else:
+        found = {"env_class": env_class} if ":" in env_class else {}
+    return {c: value for c, value in found.items() if (c, value) != ("env_class", named)}
 
 
 def is_ours(env_class: str) -> bool:

@@ -32,16 +32,15 @@ def refuse_code(prompts: Sequence[Prompt], named: str) -> None:
         ConfigError: names the row, its column and value, and the field that allows it.
     """
     for prompt in prompts:
-        for column, value in envs.code_of(prompt.env_class, prompt.extras).items():
-            if (column, value) != ("env_class", named):
-                fail(
-                    "environment.rows_may_name_code",
-                    False,
-                    f"{prompt.place} has {column}={value!r}, which chooses code that is run or a "
-                    "server that is asked. Set True if you trust whoever wrote the file; or name "
-                    "the environment in environment.env_class, or several with "
-                    "jaxrl.envs.register, and write those names into the rows",
-                )
+        for column, value in envs.code_of(prompt.env_class, prompt.extras, named).items():
+            fail(
+                "environment.rows_may_name_code",
+                False,
+                f"{prompt.place} has {column}={value!r}, which chooses code that is run or a "
+                "server that is asked. Set True if you trust whoever wrote the file; or name "
+                "the environment in environment.env_class, or several with "
+                "jaxrl.envs.register, and write those names into the rows",
+            )
 
 
 def check_environments(

@@ -1,7 +1,6 @@
 """Streams of objects from one process of a job to others, beside its collectives."""
 
 import contextlib
-import os
 import queue
 import secrets
 import socket
@@ -100,7 +99,7 @@ def _greeted(end: socket.socket, secret: bytes, *, asks_first: bool, seconds: fl
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    stream = Connection(os.dup(end.fileno()))
+    stream = Connection(end.dup().detach())
     limit = threading.Timer(seconds, _shut, (end,))  # however slowly its bytes come
     limit.start()
     try:

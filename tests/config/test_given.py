@@ -108,6 +108,11 @@ def test_rows_of_a_script_may_name_code_and_the_config_says_so(tmp_path):
     assert found.environment.rows_may_name_code  # for whoever reads the file
     assert not made(ROWS).environment.rows_may_name_code
     assert not made([{"prompt": "21", "env_class": "gsm8k"}]).environment.rows_may_name_code
+    lake = {"environment.env_class": "gymnasium:FrozenLake-v1"}
+    seen = [{"prompt": "", "observe": f"{HERE}:shown"}]  # of the environment of the config
+    assert made(seen, **lake).environment.rows_may_name_code
+    own = {"environment.env_class": f"{HERE}:MyEnv"}  # which the config names, not the rows
+    assert not made([{"prompt": "21", "env_class": MyEnv}], **own).environment.rows_may_name_code
     # a file of someone else's among them: the script does not speak for it
     mixed = made([{"prompt": "21", "env_class": MyEnv}, "theirs.jsonl"])
     assert not mixed.environment.rows_may_name_code

@@ -339,7 +339,9 @@ def test_a_switch_that_is_none(tmp_path):
 def test_what_of_a_row_chooses_code_or_a_server(env_class, columns, chosen):
     if chosen == "env_class":
         chosen = {"env_class": env_class}
-    assert envs.code_of(env_class, columns) == chosen
+    assert envs.code_of(env_class, columns, "") == chosen
+    others = {column: value for column, value in chosen.items() if column != "env_class"}
+    assert envs.code_of(env_class, columns, env_class) == others  # the config names it
     row = prompt(0, env_class, **columns)
     if "observe" not in chosen:  # the config's own environment
         refuse_code([row], env_class)

@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
+
+from jaxrl import activity
 
 IDLE_SECONDS = 60.0  # of a connection without a request; one that is half a header is none
 RESERVED = 256  # files that the rest of the process may have open: data, logs, devices
@@ -21,14 +24,14 @@ async def listening(
     Args:
         port: 0 = any that is free.
         most: connections at a time, those without a request included; who comes beyond them is
-            answered 503 and sent away. As many files may be open from now on.
+            answered 503 and sent away. As many files may be open from now on; where the system
+            allows fewer, so many connections are taken.
         options: of `aiohttp.web.AppRunner`.
 
     Raises:
-        ValueError: this process may not have as many files open.
         OSError: the address cannot be had.
     """
-    _allow_open_files(most + RESERVED)
+    most = _most_of(most)
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=IDLE_SECONDS, **options)
     await runner.setup()
     server = runner.server
@@ -56,18 +59,24 @@ class _Full(asyncio.Protocol):
         transport.close()
 
 
-def _allow_open_files(number: int) -> None:
-    """Raise the soft limit of open files, with which many systems begin at 1024."""
-    with contextlib.suppress(ImportError):  # Windows has no such limit
-        import resource
+def _most_of(wanted: int) -> int:
+    """Return as many connections as are wanted, or as this process may have files for.
 
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft == resource.RLIM_INFINITY or soft >= number:
-            return
-        if hard != resource.RLIM_INFINITY and hard < number:
-            raise ValueError(
-                f"serve.max_connections={number - RESERVED} needs {number} open files, and this "
-                f"process may have {hard}: set it to at most {max(hard - RESERVED, 1)}, or raise "
-                "the hard limit (ulimit -Hn)"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    The soft limit of open files, with which many systems begin at 1024, is raised.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return wanted
+    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in given)
+    files = int(min(wanted + RESERVED, hard))
+    most = max(files - RESERVED, 1)
+    if most < wanted:
+        activity.warn(
+            f"{most} connections at a time in place of {wanted}: this process may have {hard:.0f} "
+            "open files (ulimit -Hn)"
+        )
+    if soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, given[1]))
+    return most

@@ -106,14 +106,20 @@ def test_more_connections_than_are_taken():
             connection.close()
 
 
-def test_more_connections_than_open_files(monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2000))
-    said = r"max_connections=1900 needs 2156 open files, .* may have 2000: set it to at most 1744"
-    refused = pytest.raises(ValueError, match=said)
-    with refused, serving(TypingEngine([1]), TOKENIZER, max_connections=1900):
-        pass
-    raised = []
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
-    with serving(TypingEngine([1]), TOKENIZER, max_connections=1000) as running:
-        assert health(running) == 200
-    assert raised == [(1256, 2000)]
+@pytest.mark.parametrize(
+    ("limits", "most", "raised"),
+    [
+        ((1024, 20000), 1000, [(1256, 20000)]),
+        ((1024, 2000), 1744, [(2000, 2000)]),  # of the 1900 that are wanted
+        ((2156, 2156), 1900, []),
+        ((1024, resource.RLIM_INFINITY), 1900, [(2156, resource.RLIM_INFINITY)]),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1900, []),
+        ((100, 100), 1, []),
+    ],
+)
+def test_more_connections_than_open_files(monkeypatch, limits, most, raised):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
+    assert listening._most_of(1000 if most == 1000 else 1900) == most
+    assert found == raised
