@@ -18,8 +18,9 @@ there at first; one that went comes back before one of the next kills. "silence"
 from what befell a process until the launcher said that it starts the job again, or until all was
 dead where the launcher itself was killed.
 
-SIGTERM to the launcher or to one process ends the whole job, which starts again from the step that
-was being done. --after-commit leaves out what falls before the first checkpoint of a job.
+SIGTERM to the launcher or to one process ends all processes after the step that is being done. Then
+the job starts again after that step, the latter by itself. --after-commit leaves out what falls
+before the first checkpoint of a job.
 """
 
 import argparse
@@ -267,20 +268,26 @@ def victims_of(job: Job) -> list[str]:
 
 
 def end(job: Job, rng: random.Random) -> tuple[Kill, list[str]]:
-    """Send SIGTERM in the midst of a step, start again; return to whom, and what is wrong then."""
+    """Send SIGTERM in the midst of a step, start again; return to whom, and what is wrong then.
+
+    The launcher starts the job again by itself unless the signal was its own.
+    """
     victim = rng.choice(victims_of(job))
     if job.servers:
         job.servers.come(rng)
     _wait_for(job, "step", rng)
-    began, pids = time.monotonic(), job.pids()
+    began, pids, before = time.monotonic(), job.pids(), job.restarts()
     chosen = [i for i in pids if job.leads(i) == (victim == LEADER)]
     os.kill(job.launcher.pid if victim == LAUNCHER else pids[rng.choice(chosen)], signal.SIGTERM)
-    status = job.launcher.wait(PATIENCE)
-    if status != 128 + signal.SIGTERM:
+    if victim != LAUNCHER:
+        while job.restarts() == before:
+            _in_time(job, began)
+    elif (status := job.launcher.wait(PATIENCE)) != 128 + signal.SIGTERM:
         raise RuntimeError(f"SIGTERM ended the job with {status}:\n{job.output()}")
     (*_, said) = re.findall(r"SIGTERM: ended after step (\d+)", job.output())
     ended = int(said), job.newest(), job.finished()  # as it says, as is saved, as is recorded
-    job.start()
+    if victim == LAUNCHER:
+        job.start()
     wrong = [] if len({*ended}) == 1 else [f"after a SIGTERM the steps are {ended}"]
     return Kill(victim, "ended", "step", time.monotonic() - began), wrong
 
@@ -420,8 +427,7 @@ def torment(
         "kind": kind,
         "steps": steps,
         "victims": collections.Counter(f"{kill.victim} {kill.how}" for kill in done),
-        "restarts": job.restarts()
-        + sum(kill.victim == LAUNCHER or kill.how == "ended" for kill in done),
+        "restarts": job.restarts() + sum(kill.victim == LAUNCHER for kill in done),
         "silence": max((kill.seconds for kill in done if kill.how != "ended"), default=0.0),
         "equal": not different,
         "failures": failures,

@@ -2,7 +2,8 @@
 
 A process that died ends the attempt, for the others cannot go on without it; so does one that says
 that the job stands still (`parallel.watchdog`). The next one goes on from the newest checkpoint.
-What a user must mend is not tried again.
+What a user must mend is not tried again. A signal to the launcher ends the job; one that a process
+gets alone, as of a host that is preempted, ends the attempt.
 """
 
 import contextlib
@@ -20,7 +21,6 @@ from jaxrl.cluster.host import Report
 from jaxrl.files import as_path, missing_packages_named
 
 FINAL = DONE, FAILED, REFUSED  # of a process; another attempt would end in the same way
-ASKED = INTERRUPTED, TERMINATED  # as well: a signal has ended it, and with it the job
 LOST = -1  # status of a process whose host does not answer any more
 POLL_SECONDS, MOST_BACKOFF_SECONDS = 1.0, 300.0
 SETTLE_SECONDS = 3.0  # for others to say why, once one has ended
@@ -179,7 +179,7 @@ def supervise(
                 status, why = _attempt(start, restarts.mode())
             except Interrupted as interrupt:
                 return 128 + interrupt.args[0]
-            if status in FINAL + ASKED:
+            if status in FINAL:
                 return _say(why, status) if why else status
             seconds = restarts.next()
             if seconds is None:
@@ -216,8 +216,7 @@ def _attempt(
 def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report | None:
     """Wait for the report that ends the attempt and return it, None if all ended well.
 
-    That of the first, unless another process says why: what the user must mend makes others crash,
-    and so may a signal that ended one of them before its first step.
+    That of the first, unless another process says why: what the user must mend makes others crash.
     Where the job stands still its status is STALLED, and its text says where.
     """
     failed: list[Report] = []
@@ -231,7 +230,7 @@ def _decisive(attempt: Attempt, console: Console, running: set[int]) -> Report |
             break
         if failed:
             deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
-    final = [report for report in failed if report.status in FINAL + ASKED]
+    final = [report for report in failed if report.status in FINAL]
     return next(iter(final + failed), None)
 
 
@@ -295,7 +294,7 @@ def _outcome(first: Report | None) -> tuple[int, str]:
     ended = f"ended with status {first.status}"
     if first.status == LOST:
         ended = "was lost with its host"
-    elif first.status in ASKED:
+    elif first.status in (INTERRUPTED, TERMINATED):
         ended = f"was ended by {signal.Signals(first.status - 128).name}"
     elif first.status > 128 or first.status < 0:
         ended = f"was killed by signal {first.status - 128 if first.status > 0 else -first.status}"

@@ -1,6 +1,7 @@
 """Attempts at a job whose processes are small programs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -328,15 +329,22 @@ def test_a_signal_to_the_launcher_ends_everything(tmp_path, number):
     wait_until_dead(*pids)
 
 
-@pytest.mark.parametrize("status", [130, 143])
-def test_a_process_that_a_signal_ended_is_not_started_again(tmp_path, capfd, status):
-    """It told the others, or they lost it before their first step: nobody goes on without it."""
-    code = f"sys.exit({status} if index else 70)"
+def test_a_job_whose_processes_a_signal_ended_starts_again_after_their_step(tmp_path, capfd):
+    """One got it, as of a host that is preempted, and told the other; the launcher did not."""
+    code = "step(3) if attempt == 1 and index == 0 else None\nsys.exit(143 * (attempt == 1))"
     job = Job(tmp_path, code)
-    assert job.run() == status
-    assert len(job.modes) == 1
-    name = signal.Signals(status - 128).name
-    assert f"launch: process 1 was ended by {name}" in capfd.readouterr().err
+    assert job.run() == 0
+    assert job.modes == ["latest", "latest"]
+    line = r"launch: process [01] was ended by SIGTERM; restart 1 of 2 in a row, after step 3, in"
+    assert re.search(line, capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("status", [130, 143, -15])
+def test_a_process_that_a_signal_ended_before_its_first_step_is_a_lost_one(tmp_path, status):
+    end = f"os.kill(os.getpid(), {-status})" if status < 0 else f"sys.exit({status})"
+    job = Job(tmp_path, f"if attempt == 1:\n    {end} if index else sys.exit(70)")
+    assert job.run() == 0
+    assert len(job.modes) == 2
 
 
 def test_a_job_that_fails_while_it_ends_is_ended(tmp_path, monkeypatch):
