@@ -264,6 +264,12 @@ class BasePPOExp:
             rejudge_fraction=environment.rejudge_fraction,
         )
 
+    def _longest_wait(self, generator: Any) -> float | None:
+        """Return the seconds after which a generator gives up what it waits for; None = any."""
+        if type(self).get_generator is BasePPOExp.get_generator:
+            return cfg.longest_wait(self.config)
+        return getattr(generator, "longest_wait", None)
+
     def check_ids(
         self,
         model: TransformerConfig | AdaptedModel,
@@ -455,6 +461,7 @@ class BasePPOExp:
             eval_prompts=eval_prompts,
             callbacks=self.get_callbacks(),
         )
+        trainer.recorder.waits = self._longest_wait(trainer.generator)
         _check_export(trainer)
         assert path is not None  # validated
         warn_of_scale(

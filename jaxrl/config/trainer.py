@@ -212,9 +212,9 @@ class ClusterConfig(BaseConfig):
     stall_seconds: Annotated[int | None, _LIMIT] = None
     """Seconds in which no process of the run does anything, after which all print their stacks;
     under the launcher they are started again. None = ten times the longest silence of earlier
-    phases of the kind, at least 300; 3600 in the first of its kind and while it compiles or
-    saves; 0 = no limit. What counts as done is a phase that begins or ends, a block of tokens, a
-    trajectory, a compiled program: a number must be longer than the slowest of these."""
+    phases of the kind, at least 300; 3600 in the first of its kind, in callbacks and while it
+    compiles or saves; 0 = no limit. What counts as done is a phase that begins or ends, a block of
+    tokens, a trajectory, a compiled program: a number must be longer than the slowest of these."""
 
 
 @dataclass

@@ -10,7 +10,8 @@ its processes' limits, for who waits in a short phase may wait for one that comp
 Under the launcher, which starts the job again, the process then ends. Else it says where it is, at
 twice the time again, and goes on waiting: nobody would start it. Whatever holds the interpreter's
 lock stops this thread, too. Where the process is to end each look therefore puts off a timer of
-`faulthandler`, which needs no lock, and prints the stacks; the launcher ends the process.
+`faulthandler`, which needs no lock, and prints the stacks; the launcher ends the process. In a job
+the other processes notice it before, unless a limit is given: the timer is set to an hour.
 """
 
 import contextlib
@@ -45,6 +46,7 @@ MARGIN_SECONDS = 60.0  # beyond a limit that the run itself keeps
 # Phases whose next silence no earlier one foretells: storage is written to beside the steps, and it
 # is waited for where it takes longer than they do.
 STORAGE = "save_checkpoints", "save_hf_model"
+CALLBACKS = "on_"  # their phases begin with it; what one does now and then may take long
 # Phases that may wait for what is sampled.
 SAMPLING = "generate", "eval", "sync_weights", "init_weight_sync_state"
 # `waits`: see `watched`; `on`: a thread watches; `compiled`: programs, since this was imported.
@@ -57,7 +59,7 @@ def limit(given: float | None, longest: float | None, waits: float = 0.0) -> flo
     Args:
         given: `trainer.cluster.stall_seconds`; None = it follows from the others.
         longest: silence of earlier phases of this kind; None = they foretell nothing: there was
-            none, something compiles, or storage is written to.
+            none, something compiles, storage is written to, or callbacks are called.
         waits: longest wait that the run ends by itself.
     """
     if given is not None:
@@ -124,7 +126,9 @@ def _look_until(stop: threading.Event, given: float | None, ends: bool) -> None:
         kind = activity.kind()
         own = _limit_of(kind, given, longest)
         if ends:
-            faulthandler.dump_traceback_later(own + pause, file=2)
+            # its clock goes on while this process is stopped, so it is late where no limit is given
+            late = own if given is not None else max(own, FIRST_SECONDS)
+            faulthandler.dump_traceback_later(late + pause, file=2)
         stop.wait(pause)
         now = time.monotonic()
         if not job.progressed(own):
@@ -147,7 +151,8 @@ def _look_until(stop: threading.Event, given: float | None, ends: bool) -> None:
 
 def _limit_of(kind: str, given: float | None, longest: Mapping[str, float]) -> float:
     """Return the limit in a phase as this process is now, see `limit`."""
-    foretold = kind not in STORAGE and activity.is_known(kind) and not _compiles()
+    own_pace = kind in STORAGE or kind.startswith(CALLBACKS)
+    foretold = not own_pace and activity.is_known(kind) and not _compiles()
     waits = _state.waits if kind in SAMPLING else 0.0
     return limit(given, longest.get(kind, 0.0) if foretold else None, waits)
 
@@ -194,7 +199,7 @@ class _Job:
         if self._alone or client is None:
             return own
         try:
-            return max(own, *(float(text) for _, text in client.key_value_dir_get(LIMITS)))
+            return max([own, *(float(text) for _, text in client.key_value_dir_get(LIMITS))])
         except jax.errors.JaxRuntimeError:
             return own
 

@@ -84,6 +84,7 @@ class Recorder:
         self.stopped_by_alarm = False
         self.ended_by: int | None = None
         self.cards: dict[str, str] = {}
+        self.waits: float | None = None  # of `watchdog.watched`
         self.folders: RunFolders | None = None
         self._started = self._line = time.perf_counter()
         self._stack = contextlib.ExitStack()
@@ -152,7 +153,7 @@ class Recorder:
     def __enter__(self) -> Self:
         closed = map(contextlib.closing, (self, self.logger))
         stall = self.settings.cluster.stall_seconds
-        noticed = watchdog.watched(stall, cfg.longest_wait(self.config))
+        noticed = watchdog.watched(stall, self.waits)
         for part in (*closed, self.display, self.watch, noticed):
             self._stack.enter_context(part)
         self._stack.callback(self.profiler.close)

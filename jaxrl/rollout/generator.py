@@ -25,7 +25,10 @@ _REQUIRED = (*_COLUMNS, "rollout_logprobs", "rollout_metrics")
 
 
 class GeneratorInterface(Protocol):
-    """Make trajectories of prompts. Return one of yours from `BasePPOExp.get_generator`."""
+    """Make trajectories of prompts. Return one of yours from `BasePPOExp.get_generator`.
+
+    One that gives up what it waits for may say so: `longest_wait` are the seconds until then.
+    """
 
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Return one trajectory per entry of the batch, in order.

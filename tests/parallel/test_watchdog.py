@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -79,6 +80,8 @@ def test_the_limit_of_a_job_is_the_longest_of_its_processes(monkeypatch):
     assert [jobs[i].limit(own) for i, own in ((0, 300.0), (1, 3600.0))] == [3600.0, 3600.0]
     jobs[1].progressed(400.0)  # it is done
     assert jobs[0].limit(300.0) == 400.0
+    table.limits.clear()  # as of a coordinator that was asked before anybody has told it
+    assert jobs[0].limit(300.0) == 300.0
 
 
 @pytest.mark.parametrize(
@@ -122,9 +125,26 @@ def test_the_limits_of_phases(monkeypatch):
     kinds = "generate", "policy_train", "eval", "save_checkpoints"
     found = [watchdog._limit_of(kind, None, longest) for kind in kinds]
     assert found == [660.0, 400.0, 3600.0, 3600.0]  # no evaluation yet; storage may be slow
+    place.known.add("on_step_end")  # a callback that is short at most steps
+    assert watchdog._limit_of("on_step_end", None, longest | {"on_step_end": 0.1}) == 3600.0
     assert watchdog._limit_of("save_checkpoints", 45, longest) == 45
     monkeypatch.setattr(watchdog, "_compiles", lambda: True)
     assert watchdog._limit_of("policy_train", None, longest) == 3600.0
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 3602.0), (40.0, 42.0)])
+def test_a_process_that_is_stopped_for_minutes_is_not_ended(monkeypatch, given, seconds):
+    """The timer's clock goes on then, and the limit of the phase may be of minutes."""
+    monkeypatch.setattr(watchdog, "_limit_of", lambda *_: given or 300.0)
+    stop, timers = threading.Event(), []
+
+    def arm(timeout, file):
+        timers.append(timeout)
+        stop.set()
+
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", arm)
+    watchdog._look_until(stop, given, ends=True)
+    assert timers == [seconds]
 
 
 def test_what_a_thread_compiles_is_seen():

@@ -17,6 +17,7 @@ from jaxrl.records.phases import PHASES
 from jaxrl.records.profiling import Profiler
 from jaxrl.records.progress import timed
 from jaxrl.records.recorder import Recorder, conversation_text
+from jaxrl.rollout.server.agent_generator import AgentGenerator
 from jaxrl.train import BasePPOExp, train
 from tests.test_train import assert_bitwise_equal, small
 
@@ -89,6 +90,18 @@ def test_a_line_has_the_time_since_the_line_before(monkeypatch, tmp_path):
     assert (second["timing/wall"], second["timing/other"]) == (12, 1)
     assert "timing/save_checkpoints" not in first
     assert second["timing/save_checkpoints"] == 3
+
+
+def test_only_the_runs_own_conversations_keep_the_limits_of_the_config(finished, tmp_path):
+    """A generator of the user's may have others; agents have their own."""
+
+    class OfTheUsers(BasePPOExp):
+        def get_generator(self, engine, tokenizer):
+            return object()
+
+    run, agents = OfTheUsers(small(tmp_path)), AgentGenerator(None, None, seconds=7200.0)
+    assert finished[1].recorder.waits == 300.0  # environment.skyrl_gym.env_timeout_seconds
+    assert [run._longest_wait(one) for one in (object(), agents)] == [None, 7200.0]
 
 
 def test_the_metrics_of_a_run_have_the_diagnostics(finished):

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from jaxrl import activity
 from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.conversations.trajectories import to_columns
 from jaxrl.rollout.conversations.turns import Transcript
@@ -72,6 +73,11 @@ class AgentGenerator:
         self.max_agents, self.seconds, self.max_branches = max_agents, seconds, max_branches
         self.fixed_sampling = fixed_sampling
 
+    @property
+    def longest_wait(self) -> float | None:
+        """Return the seconds after which an agent is given up; None = never."""
+        return self.seconds
+
     async def generate(self, batch: GeneratorInput) -> GeneratorOutput:
         """Return the trajectories of the batch, in order.
 
@@ -86,10 +92,13 @@ class AgentGenerator:
             prompt: Prompt, key: tuple[int, int]
         ) -> tuple[ServedSession, list[Trajectory]]:
             async with places:
-                return await self._trajectory(prompt, key, batch["sampling"])
+                ended = await self._trajectory(prompt, key, batch["sampling"])
+            rollouts.done += 1
+            return ended
 
-        pairs = zip(batch["prompts"], batch["keys"], strict=True)
-        ended = await asyncio.gather(*(one(prompt, key) for prompt, key in pairs))
+        with activity.doing("rollouts", len(batch["prompts"])) as rollouts:
+            pairs = zip(batch["prompts"], batch["keys"], strict=True)
+            ended = await asyncio.gather(*(one(prompt, key) for prompt, key in pairs))
         rows = [parts for _, parts in ended]
         if all(parts[-1].stop_reason == "env_error" for parts in rows):
             raise RuntimeError(f"all {len(rows)} agents of the batch failed; the log says why")

@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 
+from jaxrl import activity
 from jaxrl.rollout.generator import generate_now
 from jaxrl.rollout.server.agent_generator import AgentGenerator
 from jaxrl.rollout.server.agent_program import AgentProgram
@@ -123,6 +124,19 @@ def test_a_reward_without_the_secret_is_refused(server):
     assert ask(server, path, {"reward": 1, "secret": secret})[0] == 409
     assert ask(server, "/sessions/secret", method="DELETE")[0] == 403
     assert server.take_session("secret").reward == 0
+
+
+def test_an_agent_that_ends_is_seen(server):
+    """Else the run would count as standing still while agents work that sample nothing."""
+    seen = []
+
+    async def agent(base_url, session_id, prompt):
+        seen.append(activity.described(activity.going_on()))
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="all 2 agents"):  # they have asked for nothing
+        generate_now(AgentGenerator(server, agent, max_agents=1), batch(2))
+    assert seen == ["rollouts 0 of 2", "rollouts 1 of 2"]
 
 
 @pytest.mark.parametrize(
