@@ -19,7 +19,8 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -620,16 +621,32 @@ def _check_export(trainer: Trainer) -> None:
     trainer.policy.check_export()
 
 
+_within: ContextVar[bool] = ContextVar("within", default=False)  # `_says_it`
+
+
+@contextlib.contextmanager
+def _says_it() -> Iterator[None]:
+    """Have the caller say what ends a run, and no `for_scripts` while the block runs."""
+    token = _within.set(True)
+    try:
+        yield
+    finally:
+        _within.reset(token)
+
+
 def for_scripts(body: Callable[P, T]) -> Callable[P, T]:
     """Make what a script calls warn in one line, and refuse without jaxrl's own frames.
 
-    A Ctrl-C or SIGTERM that the script does not catch ends it with one line.
+    A Ctrl-C or SIGTERM that the script does not catch ends it with one line. Within a command, and
+    within another such call, it changes nothing: these say it.
     """
 
     @functools.wraps(body)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _within.get():
+            return body(*args, **kwargs)
         try:
-            with cli.plain_warnings():
+            with cli.plain_warnings(), _says_it():
                 return body(*args, **kwargs)
         except Terminated as ended:
             cli.ended(str(ended), cli.AGAIN, ended.status)
@@ -688,10 +705,11 @@ def exit_status(experiment: type[BasePPOExp], config: Any) -> int:
     except cli.MENDABLE_WITH_EXTRAS as error:
         return cli.refuse(error)
     try:
-        if trainer is None:
-            trainer = run.run()
-        else:
-            run.train(trainer)
+        with _says_it():
+            if trainer is None:
+                trainer = run.run()
+            else:
+                run.train(trainer)
     except Ended as ended:
         return cli.ended(str(ended), where_it_resumes(run.config.trainer), ended.status)
     except KeyboardInterrupt as error:

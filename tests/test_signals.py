@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.audit import audit
 from jaxrl.signals import Ending, Interrupted, Terminated
-from jaxrl.train import BasePPOExp, exit_status, train
+from jaxrl.train import BasePPOExp, exit_status, for_scripts, train
 from jaxrl.trainer import Trainer
 from tests.test_train import assert_bitwise_equal, metric_lines, small
 
@@ -71,6 +71,21 @@ def test_a_run_ends_after_the_step_and_goes_on_with_the_same_bits(
     assert sorted(path.name for path in (tmp_path / "exports").glob("global_step_*")) == sorted(
         path.name for path in (folder / "exports").glob("global_step_*")
     )
+
+
+@pytest.mark.parametrize("number", list(NAMES))
+def test_a_run_method_that_calls_train_ends_in_the_same_way(tmp_path, capfd, number):
+    """As in jobs of scripts: `for_scripts` leaves what a signal does to the command."""
+
+    class OfAScript(signalled(number)):
+        def run(self):
+            return for_scripts(super().run)()
+
+    settings = {"trainer.eval_interval": -1}
+    assert exit_status(OfAScript, small(tmp_path, **settings)) == 128 + number
+    said = [line for line in capfd.readouterr().err.splitlines() if ": ended after" in line]
+    end = "ended after step 3; the same command resumes after step 3"
+    assert said == [f"{NAMES[number]}: {end}"]
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
