@@ -22,7 +22,15 @@ _OF_GOOGLE = "; for credentials, gcloud auth application-default login"
 
 
 SEAL, SEAL_LINE = "seal", "# sha256: "
-NO_SYNC = errno.EBADF, errno.EINVAL  # what disks say that cannot sync a folder
+NO_SYNC = (  # what disks say that cannot sync a folder, or let nobody open it
+    errno.EBADF,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 class FolderError(ValueError):
@@ -134,6 +142,7 @@ def replaced(path: Path, *, part: str = "new", sync: bool = True) -> Iterator[Pa
     """Yield a path to write a local file to; after the block it replaces the old one at `path`.
 
     Its folder is made if need be. After a power cut, too, there is the old file or the new, whole.
+    A link stays, and what it names is replaced. What is no file, as /dev/stdout, is written to.
 
     Args:
         part: ends the name that the file has until then; of each process that may write it another.
@@ -142,20 +151,24 @@ def replaced(path: Path, *, part: str = "new", sync: bool = True) -> Iterator[Pa
     Raises:
         FolderError: it could not be written; the old one is as it was.
     """
-    new = path.with_name(f".{path.name}.{part}")
     with writing(path):
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        target = Path(os.path.realpath(path))
+        new = target.with_name(f".{target.name}.{part}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             yield new
             if sync:
                 sync_file(new)
-            os.replace(new, path)
+            os.replace(new, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
             raise
         if sync:
-            sync_names(path.parent)
+            sync_names(target.parent)
 
 
 def replace_text(path: Path | epath.Path, text: str) -> None:
@@ -182,14 +195,15 @@ def sync_names(folder: Path) -> None:
     """Wait until the names of a folder's files are on the disk, where the system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
-    opened = os.open(folder, os.O_DIRECTORY)
     try:
-        os.fsync(opened)
+        opened = os.open(folder, os.O_DIRECTORY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
     except OSError as error:
         if error.errno not in NO_SYNC:
             raise
-    finally:
-        os.close(opened)
 
 
 # ---------------------------------------------------------------- sealed

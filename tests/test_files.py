@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import json
 import os
+import stat
 
 import fsspec
 import pytest
@@ -168,6 +169,46 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_at_the_end(tmp_path
     replace_text(epath.Path(tmp_path / "a" / "latest.txt"), "new")
     names = [f"{what} a/.latest.txt.new" for what in ("open", "write", "fsync", "replace")]
     assert disk.writes == ["mkdir a", *names, "fsync a"]
+
+
+@pytest.mark.parametrize("where", ["open", "fsync"])
+def test_a_disk_that_cannot_sync_names_is_written_to(tmp_path, monkeypatch, where):
+    """Some say so in these words, and some do not let a folder be opened."""
+    (path := tmp_path / "latest.txt").touch()
+    call = getattr(os, where)
+    for error in ("EINVAL", "EBADF", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EACCES", "EPERM"):
+
+        def refuse(of, *args, error=error):
+            folder = of == tmp_path if where == "open" else stat.S_ISDIR(os.fstat(of).st_mode)
+            if folder:
+                raise OSError(getattr(errno, error), error)
+            return call(of, *args)
+
+        monkeypatch.setattr(os, where, refuse)
+        replace_text(path, error)
+        assert path.read_text() == error
+    monkeypatch.setattr(os, where, call)
+
+
+def test_what_a_link_names_is_replaced_and_a_pipe_is_written_to(tmp_path):
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    (tmp_path / "far").mkdir()
+    for name in ("there", "not there"):
+        file = tmp_path / "far" / name
+        if name == "there":
+            file.write_text("old")
+        link.unlink(missing_ok=True)
+        link.symlink_to(file)
+        replace_text(link, "new")
+        assert link.is_symlink() and file.read_text() == "new"
+    assert sorted(os.listdir(tmp_path / "far")) == ["not there", "there"]
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        replace_text(pipe, "new")
+        assert pipe.is_fifo() and os.read(reading, 9) == b"new"
+    finally:
+        os.close(reading)
 
 
 # ------------------------------------------------------------------ sealed

@@ -3,11 +3,11 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxrl import activity
-from jaxrl.files import replaced, writing
+from jaxrl.files import replaced, sync_file, writing
 
 
 class JsonLines:
@@ -16,7 +16,7 @@ class JsonLines:
     Args:
         path: its folder is made if need be.
         finished_steps: what a resumed run has behind it; later lines of an earlier attempt are cut,
-            and all of them if it starts afresh.
+            and all of them if it starts afresh. A damaged line goes to `<path>.damaged`.
         read: is told of each line that is kept; in memory there is one at a time.
 
     Raises:
@@ -30,11 +30,15 @@ class JsonLines:
         read: Callable[[Mapping[str, float]], None] = lambda line: None,
     ) -> None:
         self.path = path
-        with replaced(path) as new, new.open("w", encoding="utf-8") as file:
-            for line in lines_of(path) if finished_steps else ():
-                if line["step"] <= finished_steps:
-                    file.write(json.dumps(line) + "\n")
-                    read(line)
+        damaged: list[bytes] = []
+        with replaced(path) as new:
+            with new.open("w", encoding="utf-8") as file:
+                for line in lines_of(path, damaged.append) if finished_steps else ():
+                    if line["step"] <= finished_steps:
+                        file.write(json.dumps(line) + "\n")
+                        read(line)
+            if damaged:
+                _set_aside(path, damaged)
         with writing(path):
             self.file = path.open("ab", buffering=0)
         self.size = path.stat().st_size
@@ -79,17 +83,63 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
-    """Return the complete lines of a `metrics.jsonl`; one cut off by a crash is left out."""
+    """Return the lines of a `metrics.jsonl`; one cut off by a crash, or damaged, is left out."""
     return list(lines_of(path))
 
 
-def lines_of(path: Path) -> Iterator[dict[str, float]]:
-    """Yield what `read_lines` returns, a line at a time."""
+def lines_of(
+    path: Path, damaged: Callable[[bytes], object] = lambda raw: None
+) -> Iterator[dict[str, float]]:
+    """Yield what `read_lines` returns, a line at a time.
+
+    Args:
+        damaged: is told of each other line: one that cannot be read, or whose step does not rise;
+            of two with the same step, of both.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+    before, held = -1.0, None  # a line is held until the next one rises from it
+    with path.open("rb") as file:
+        for raw in file:
+            line = _parsed(raw)
+            if line is None:
+                if raw.endswith(b"\n"):
+                    damaged(raw)
+                continue
+            if held is not None and line["step"] <= held[0]["step"]:
+                repeated = line["step"] == held[0]["step"]
+                if line["step"] > before:
+                    damaged(held[1])
+                    held = None
+                if repeated or line["step"] <= before:
+                    damaged(raw)
+                    continue
+            if held is not None:
+                before = held[0]["step"]
+                yield held[0]
+            held = line, raw
+    if held is not None:
+        yield held[0]
+
+
+def _parsed(raw: bytes) -> dict[str, float] | None:
+    """Return the step and numbers of a line; None where it has not those."""
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
+        return None
+    return line if all(type(x) in (int, float) for x in line.values()) else None
+
+
+def _set_aside(path: Path, damaged: Sequence[bytes]) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    with writing(aside):
+        with aside.open("ab") as file:
+            file.write(b"".join(damaged))
+        sync_file(aside)
+    activity.warn(
+        f"{path} has {len(damaged)} lines that are not as they were written: they are left out, "
+        f"and kept in {aside}"
+    )

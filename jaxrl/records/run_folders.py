@@ -32,6 +32,7 @@ from jaxrl.files import (
 )
 from jaxrl.parallel import agree, allgather, is_first, record_folder
 from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps, newest_config
+from jaxrl.records.json_lines import lines_of
 from jaxrl.records.lease import FolderLock
 from jaxrl.records.resume_identity import OWN_FOLDERS, changed_fields
 from jaxrl.records.run_config import CONFIG, read_config
@@ -349,9 +350,7 @@ def _saved_by(folder: epath.Path) -> dict[str, str] | None:
 
 def _last_step(records: Path) -> int:
     """Return the step of the last whole line of metrics.jsonl; 0 without one."""
-    for line in reversed(records.read_text(encoding="utf-8").splitlines()):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, LookupError, TypeError):
-            continue
-    return 0
+    step = 0
+    for line in lines_of(records):
+        step = int(line["step"])
+    return step

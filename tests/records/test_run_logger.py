@@ -86,6 +86,47 @@ def test_a_last_line_cut_off_by_a_crash_is_left_out(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("line", "change", "left_out"),
+    [
+        (4, (b'"step"', b'#step"'), [4]),
+        (4, (b'"step"', b'"stfp"'), [4]),
+        (4, (b'"x"', b'"\xf8"'), [4]),
+        (4, (b": 4.0", b": 4,0"), [4]),
+        (4, (b": 4.0", b": [4]"), [4]),
+        (4, (b"\n", b"J"), [4, 5]),
+        (4, (b": 4,", b": 8,"), [4]),
+        (4, (b": 4,", b": 0,"), [4]),
+        (4, (b": 4,", b": -4,"), [4]),
+        (4, (b": 4,", b": 4.5,"), [4]),
+        (4, (b": 4,", b": true,"), [4]),
+        (4, (b": 4,", b": 5,"), [4, 5]),  # which of the two it was nobody knows
+        (4, (b": 4,", b": 3,"), [3, 4]),
+        (1, (b": 1,", b": 9,"), [1]),
+        (10, (b"}", b"]"), []),  # it would be cut anyway
+    ],
+)
+def test_a_damaged_line_costs_no_other(tmp_path, capsys, line, change, left_out):
+    path, aside, told = tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl.damaged", []
+    lines = JsonLines(path, 0)
+    for step in range(1, 11):
+        lines.log(step, {"x": float(step)})
+    lines.close()
+    texts = path.read_bytes().splitlines(keepends=True)
+    texts[line - 1] = texts[line - 1].replace(*change)
+    path.write_bytes(b"".join(texts))
+    JsonLines(path, 8, told.append).close()
+    kept = [step for step in range(1, 9) if step not in left_out]
+    assert [(line["step"], line["x"]) for line in told] == [(step, step) for step in kept]
+    assert read_lines(path) == told
+    said = capsys.readouterr().err
+    assert f"not as they were written: they are left out, and kept in {aside}" in said
+    assert said.count("\n") == 1
+    assert texts[line - 1] in aside.read_bytes()
+    JsonLines(path, 8).close()  # they are gone
+    assert read_lines(path) == told and capsys.readouterr().err == ""
+
+
 def test_a_resumed_run_that_cannot_write_leaves_the_lines_as_they_were(tmp_path, monkeypatch):
     """The new file takes the name of the old one in one step, or not at all."""
     write_run(tmp_path, [1, 2, 3])

@@ -203,10 +203,7 @@ def _read_config(run: RunFiles) -> None:
 
 
 def _read_metrics(run: RunFiles) -> None:
-    """Read all whole lines of the metrics.
-
-    A run that goes on cuts what follows a damaged line; a page shows the rest.
-    """
+    """Read all whole lines of the metrics."""
     path = run.folder / METRICS
     if not path.is_file():
         run.notes.append(f"no {METRICS}: there are no curves")
