@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl.files import DamagedFile
+from jaxrl.files import DamagedFile, FolderError
 from jaxrl.models.lora import LoraConfig, matrices
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.tools.tinker import bodies, graphs, states
@@ -357,14 +357,25 @@ class Service:
     def _guarded(self, call: Call, run: Callable[[Call], object]) -> None:
         try:
             run(call)
-        except DamagedFile as error:
-            _log.error("%s %s: %s", call.kind, call.id, error)
-            self._finish(call, FAILED, {"error": str(error), "category": "server"})
         except (ValueError, ApiError) as error:
-            self._finish(call, FAILED, {"error": str(error), "category": "user"})
+            self._fail(call, error)
         except Exception as error:
             _log.exception("%s %s", call.kind, call.id)
             self._finish(call, FAILED, {"error": repr(error), "category": "server"})
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        """Answer a call that failed: the client can mend what is wrong, or the server's log has it.
+
+        Of a disk that cannot be written the log alone names the path.
+        """
+        text, category = str(error), "server"
+        if isinstance(error, DamagedFile | FolderError):
+            _log.error("%s %s: %s", call.kind, call.id, error)
+        elif isinstance(error, ValueError | ApiError):
+            category = "user"
+        if isinstance(error, FolderError):
+            text = "the server cannot write to its disk; its log says why"
+        self._finish(call, FAILED, {"error": text, "category": category})
 
     def _finish(self, call: Call, state: int, answer: bytes | dict[str, Any]) -> None:
         """Answer a call, and let its model go on to the next."""
@@ -704,9 +715,7 @@ class Service:
         if isinstance(answer, bytes):
             self._finish(call, DONE, answer)
             return
-        fault = isinstance(answer, ValueError) and not isinstance(answer, DamagedFile)
-        kind = "user" if fault else "server"
-        self._finish(call, FAILED, {"error": str(answer), "category": kind})
+        self._fail(call, answer)
 
     def sampled_path(self, sampler: str, owner: str) -> str:
         """Return the checkpoint that an owner's sampler samples from; "" = it is the base.

@@ -30,6 +30,9 @@ def write(path: Path, tenant: Tenant, parts: tuple[str, ...], **facts: Any) -> i
 
     Args:
         facts: kept beside them, as text.
+
+    Raises:
+        FolderError: it cannot be written, as on a full disk.
     """
     tensors = {}
     for part in parts:
@@ -37,7 +40,10 @@ def write(path: Path, tenant: Tenant, parts: tuple[str, ...], **facts: Any) -> i
             tensors["/".join([part, *(key.key for key in way)])] = np.asarray(x)
     plain = {name: str(x) for name, x in facts.items()}
     with replaced(path) as new:
-        save_file(tensors, new, metadata=sealed({**plain, _DIGEST: _digest(tensors)}))
+        try:
+            save_file(tensors, new, metadata=sealed({**plain, _DIGEST: _digest(tensors)}))
+        except SafetensorError as error:  # so it says what the system says
+            raise OSError(str(error)) from error
     return path.stat().st_size
 
 

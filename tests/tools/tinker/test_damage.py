@@ -1,6 +1,8 @@
 """A bit of a service's files is another: it is said, and nothing is computed from it."""
 
 import contextlib
+import errno
+import json
 import random
 import sqlite3
 import time
@@ -8,9 +10,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxrl.files import DamagedFile
+from jaxrl.files import DamagedFile, FolderError
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.tools.tinker import states
 from jaxrl.tools.tinker.journal import DONE, FAILED, WAITS, Call, Journal
@@ -152,6 +155,38 @@ def test_a_damaged_model_costs_nobody_else(tmp_path):
                 server.service.model(name, owner)
         again = server.service.tenants.take(known[names[2]].slot)
         np.testing.assert_equal(again.adapters, expected["adapters"])
+
+
+def test_a_disk_that_cannot_be_written_is_no_fault_of_the_client(tmp_path, monkeypatch, caplog):
+    """It is the server's, as is the path, which its log names."""
+    full = "I/O error: No space left on device (os error 28)"
+    errors = [SafetensorError(full), OSError(errno.EROFS, "Read-only file system")]
+
+    def write(*args, **kwargs):
+        raise errors.pop(0)
+
+    answers = []
+    with serving(tmp_path) as server, client(server) as service:
+        name = trainer(service).model_id
+        owner = server.service._models[name].owner
+        body = b'{"model_id": "x", "seq_id": 1, "path": "a"}'
+        monkeypatch.setattr(states, "save_file", write)
+        for number in (1, 2):
+            call = f"{name}:{number}"
+            server.service.accept(Call(call, owner, name, number, "save_weights", body))
+            answers.append(wait(server.service.journal, call, owner))
+        monkeypatch.undo()
+        server.service.accept(Call(f"{name}:3", owner, name, 3, "save_weights", body))
+        assert wait(server.service.journal, f"{name}:3", owner)[0] == DONE
+        sample = Call("s", owner, "none", 1, "sample", b"{}")
+        server.service.journal.accept(sample)
+        server.service._sampled(sample, FolderError(f"cannot write {tmp_path}"))
+        answers.append(wait(server.service.journal, "s", owner))
+    for state, answer in answers:
+        assert (state, json.loads(answer)["category"]) == (FAILED, "server")
+        assert "cannot write" in answer.decode() and str(tmp_path) not in answer.decode()
+    for reason in (full, "Read-only file system"):
+        assert f"a.safetensors ({reason}): free space on its disk" in caplog.text
 
 
 def test_calls_that_a_journal_lost_are_missed(tmp_path):
