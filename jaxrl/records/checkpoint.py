@@ -13,6 +13,7 @@ import functools
 import gc
 import itertools
 import logging
+import os
 import socket
 import sys
 import threading
@@ -149,16 +150,22 @@ class Checkpointer:
                 meantime, failed.
         """
         self.wait()
-        self._saving = self._uncommitted = step
+        self._saving = step
         meta = {**meta, "checksums": checksums(state)}
         items: dict[str, Any] = {"state": ocp.args.PyTreeSave(as_saved(state))}
         if buffer is not None:
             meta["buffer_checksums"] = host_checksums(buffer)
             items["buffer"] = ocp.args.PyTreeSave(buffer)
         args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(sealed(meta)))
-        with self._named_failure():
-            if not _in_daemon(lambda: self.manager.save(step, args=args)):
+
+        def begin() -> None:
+            if not self.manager.save(step, args=args):
                 raise ValueError(f"the folder already holds a step after {step}")
+            self._uncommitted = step
+            _SAVING.add(self)
+
+        with self._named_failure():
+            _in_daemon(begin)
         return str(self.folder / f"{PREFIX}_{step}")
 
     def wait(self) -> None:
@@ -170,6 +177,7 @@ class Checkpointer:
         """
         with self._named_failure():
             self.manager.wait_until_finished()
+        _SAVING.discard(self)
         step, self._uncommitted = self._uncommitted, None  # told once, also where that fails
         if step is not None:
             self.on_commit(str(self.folder / f"{PREFIX}_{step}"))
@@ -195,6 +203,7 @@ class Checkpointer:
             )
         if failure is not None:
             self._uncommitted = None
+            _SAVING.discard(self)
             gc.collect()  # the coroutines of the failed save, which complain when Python ends
             raise failure
 
@@ -329,6 +338,27 @@ class Checkpointer:
             f"{error}. Falling back to step {older}; the damaged one is kept as {target.name}",
             stacklevel=3,
         )
+
+
+_SAVING: set[Checkpointer] = set()  # kept until what they have begun is whole
+
+
+def _wait_for_all() -> None:
+    """Wait, at the end of Python, for what scripts have saved and not closed.
+
+    Nobody else does: the threads that write are daemons.
+    """
+    for checkpointer in list(_SAVING):
+        try:
+            checkpointer.wait()
+        except ValueError as error:  # nobody is left to catch it
+            activity.warn(str(error))
+
+
+# atexit would be too late: the executors that orbax writes with take nothing any more
+threading._register_atexit(_wait_for_all)  # pyright: ignore
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_SAVING.clear)  # it is its parent's
 
 
 def resume(
@@ -494,13 +524,13 @@ def _print_no_tracebacks() -> None:
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 
 
-def _in_daemon(start: Callable[[], T]) -> T:
-    """Return what orbax's start of a save gives, in a daemon thread: so are those that it starts.
+def _in_daemon(start: Callable[[], None]) -> None:
+    """Let orbax start a save in a daemon thread: so are those that it starts.
 
     Where it fails, as on a full disk, they wait for minutes for what will not come, and the end of
     the process would wait for them.
     """
-    done: Future[T] = Future()
+    done: Future[None] = Future()
 
     def run() -> None:
         try:
@@ -508,8 +538,13 @@ def _in_daemon(start: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="start of a save", daemon=True).start()
-    return done.result()
+    thread = threading.Thread(target=run, name="start of a save", daemon=True)
+    try:
+        thread.start()
+        done.result()
+    finally:
+        if thread.is_alive():  # at Ctrl-C: it must not go on when the folder is let go of
+            thread.join()
 
 
 def may_pass(error: BaseException | None) -> bool:

@@ -1,12 +1,16 @@
 """Saving and restoring the whole state, on eight host devices."""
 
+import errno
 import gc
 import hashlib
 import json
 import logging
 import resource
+import signal
+import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +244,68 @@ def test_a_save_that_cannot_begin_does_not_hold_up_the_end_of_the_process(tmp_pa
     again.save(1, SMALL, META)
     again.close()
     assert Checkpointer(str(tmp_path)).restore_latest(SMALL, META)[0] == 1
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_ctrl_c_while_a_save_begins_leaves_nothing_behind_that_goes_on(
+    tmp_path, monkeypatch, begins
+):
+    """What has not begun is told to nobody; what has is, once it is whole."""
+    checkpointer, committed, threads = Checkpointer(str(tmp_path)), [], []
+    checkpointer.on_commit = committed.append
+    save = checkpointer.manager.save
+
+    def slow(*args, **kwargs):
+        threads.append(threading.current_thread())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.5)
+        if not begins:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpointer.manager, "save", slow)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.save(1, SMALL, META)
+    assert not threads[0].is_alive()
+    checkpointer.close()
+    assert committed == ([f"{tmp_path}/global_step_1"] if begins else [])
+    assert steps_in(tmp_path) == (["global_step_1"] if begins else [])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_that_ends_without_close_has_its_last_checkpoint(tmp_path, fails):
+    """Python is at its end while most of it is still to be written."""
+    script = f"""
+import time
+import numpy as np
+from orbax.checkpoint.checkpoint_managers import CheckpointManager
+from jaxrl.records.checkpoint import Checkpointer
+
+finalize = CheckpointManager._finalize_checkpoint
+def late(self, step):
+    time.sleep(1)
+    if {fails}:
+        raise OSError(28, "No space left on device")
+    return finalize(self, step)
+CheckpointManager._finalize_checkpoint = late
+
+def main():
+    checkpointer = Checkpointer({str(tmp_path)!r})
+    checkpointer.on_commit = lambda path: print("committed", path)
+    checkpointer.save(1, {{"x": np.arange(3, dtype=np.int32)}}, {META!r})
+main()
+print("the end")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    whole = [] if fails else [f"committed {tmp_path}/global_step_1"]
+    assert done.stdout.splitlines() == ["the end", *whole]
+    assert "Traceback" not in done.stderr
+    if fails:
+        assert "could not save step 1 to trainer.ckpt_path=" in done.stderr
+    else:
+        assert Checkpointer(str(tmp_path)).restore(1, SMALL, META)["x"].tolist() == [0, 1, 2]
 
 
 def test_the_failure_of_the_last_save_is_reported_at_close(tmp_path, monkeypatch):
