@@ -1,6 +1,7 @@
 """Trajectories on disk come back as they were."""
 
 import os
+import stat
 
 import numpy as np
 import pytest
@@ -48,10 +49,15 @@ def test_every_column_comes_back(tmp_path, changes):
 
 def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     path, done, replace = tmp_path / "step_000001.npz", [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.fstat(file).st_size))
+
+    def fsync(file):
+        found = os.fstat(file)
+        done.append("its folder" if stat.S_ISDIR(found.st_mode) else found.st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("named"), replace(*names)))
     write_rollouts(path, to_arrays(columns()), UIDS)
-    assert done == [path.stat().st_size, "named"]
+    assert done == [path.stat().st_size, "named", "its folder"]
 
 
 def test_columns_of_a_custom_generator(tmp_path):
