@@ -32,7 +32,7 @@ from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.model_limits import check_ids, check_tokens
 from jaxrl.config.objective_requirements import needs_reference, updates_per_step
 from jaxrl.config.oddities import warn_of_scale
-from jaxrl.config.platform_defaults import Settled, settle, settle_ids
+from jaxrl.config.platform_defaults import Settled, settle, settle_evaluation, settle_ids
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import check_files, is_file, load_prompts
@@ -430,6 +430,8 @@ class BasePPOExp:
                 check_ids("trainer.ref.model.path", ref_path, reference.vocab_size, tokenizer)
         train_prompts = self.get_prompts(config.data.train_data)
         eval_prompts = self.get_prompts(config.data.val_data) if evaluates else []
+        recorded = recorded_settings(config.trainer)
+        self.config, _ = settle_evaluation(config, len(eval_prompts), recorded)
         self.check_ids(model, train_prompts, eval_prompts)
         check_sources(eval_prompts)
         _warn_of_a_judge_of_no_row(config, [*train_prompts, *eval_prompts])

@@ -52,7 +52,14 @@ from jaxrl.config.generator import (
 )
 from jaxrl.config.model import ModelConfig, OptimizerConfig, SkyRLLoraConfig
 from jaxrl.config.overrides import apply_overrides, parse_command_line
-from jaxrl.config.platform import ENGINE_SIZES, KNOWN_IDS, ON_CPU, auto_fields, with_settled
+from jaxrl.config.platform import (
+    ENGINE_SIZES,
+    EVAL_PROMPTS,
+    KNOWN_IDS,
+    ON_CPU,
+    auto_fields,
+    with_settled,
+)
 from jaxrl.config.recipe import (
     default_config,
     load_config_file,
@@ -68,6 +75,7 @@ from jaxrl.config.rollouts import (
     carries,
     check_engines,
     engine_parts,
+    evaluates,
     exact_parts,
     exact_rows,
     group_bytes,
@@ -158,6 +166,7 @@ __all__ = [
     "MegatronTorchProfilerConfig",
     "MixedPrecisionConfig",
     "ENGINE_SIZES",
+    "EVAL_PROMPTS",
     "KNOWN_IDS",
     "ON_CPU",
     "ModelConfig",
@@ -194,6 +203,7 @@ __all__ = [
     "engine_tensor",
     "engine_parts",
     "exact_parts",
+    "evaluates",
     "exact_rows",
     "spans_hosts",
     "batch_groups",

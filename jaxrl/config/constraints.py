@@ -112,6 +112,13 @@ def not_negative(field: str, value: float) -> None:
 
 
 @Constraint
+def not_negative_or_none(field: str, value: float | None) -> None:
+    """Refuse a number below 0; None has a meaning of its own."""
+    if value is not None:
+        not_negative.check(field, value)
+
+
+@Constraint
 def named(field: str, value: str | None) -> None:
     """Refuse a name or path that is empty, or has line breaks or other control characters."""
     if value is None:

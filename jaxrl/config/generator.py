@@ -8,6 +8,7 @@ from jaxrl.config.constraints import (
     must,
     named,
     not_negative,
+    not_negative_or_none,
     one_of,
     positive,
     positive_or,
@@ -204,7 +205,10 @@ class InferenceEngineConfig(BaseConfig):
     ] = 0.8
     """Share, for decode weights and cache, of the device memory that the trainer leaves free."""
     max_num_seqs: Annotated[int, positive, _SLOTS] = 1024
-    """Rows decoded together, over all engines."""
+    """Most rows decoded together, over all engines; no more than a run samples at once."""
+    eval_prompts_at_once: Annotated[int | None, not_negative_or_none, new()] = None
+    """Evaluation prompts for which there are rows; None = those that data.val_data has, at most
+    trainer.eval_batch_size, none without an evaluation. A run keeps what it began with."""
     remote_urls: list[str] = field(default_factory=list)
     """Addresses of the servers of remote engines, e.g. ["http://10.0.0.2:8000"]; of JetStream
     servers "host:port"."""

@@ -25,6 +25,8 @@ ENGINE_SIZES = (
 
 # Chosen by the tokenizer where it is None; a run that has no other number has all ids.
 KNOWN_IDS = "trainer.policy.known_ids"
+# Chosen by the data where it is None.
+EVAL_PROMPTS = "generator.inference_engine.eval_prompts_at_once"
 
 
 def auto_fields(config: Any) -> list[str]:

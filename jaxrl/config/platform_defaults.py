@@ -11,6 +11,7 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.config.dataclass_config import flatten
+from jaxrl.config.platform import AUTO
 from jaxrl.config_error import fail
 
 ACCELERATORS = "tpu", "gpu", "cuda"
@@ -59,6 +60,30 @@ def settle_ids(
     _check_known(config, chosen, of_model)
     line = f"known_ids={chosen}: {why}"
     return Settled(cfg.apply_overrides(config, {cfg.KNOWN_IDS: chosen}), [line])
+
+
+def settle_evaluation(
+    config: cfg.TrainConfig, prompts: int, recorded: tuple[Mapping[str, Any], str] = ({}, "")
+) -> Settled:
+    """Choose for how many evaluation prompts the engine has rows, where the config leaves it None.
+
+    The number of rows may change the last bit of a number. So a run keeps those that it began with,
+    whatever is evaluated now; that of a version without this field had room for a whole batch.
+
+    Args:
+        config: is not changed.
+        prompts: to be evaluated.
+        recorded: see `settle`.
+    """
+    if config.generator.inference_engine.eval_prompts_at_once is not None:
+        return Settled(config, [])
+    fields, source = recorded
+    batch = config.trainer.eval_batch_size
+    chosen = min(prompts, batch)
+    if source:
+        chosen = fields.get(cfg.EVAL_PROMPTS, AUTO)
+        chosen = fields["trainer.eval_batch_size"] if chosen in (AUTO, None) else chosen
+    return Settled(cfg.apply_overrides(config, {cfg.EVAL_PROMPTS: chosen}), [])
 
 
 def _check_known(config: cfg.TrainConfig, known: int, of_model: int) -> None:

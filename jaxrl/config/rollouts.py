@@ -24,22 +24,29 @@ _OF_STEPS = (
 def rows_at_once(config: TrainConfig, num_processes: int = 1) -> int:
     """Count the trajectories of the larger of a training and an evaluation batch.
 
-    Of both where they are sampled side by side.
+    Of both where they are sampled side by side. Until it is known how many prompts there are to be
+    evaluated (`platform_defaults.settle_evaluation`) they count as many as a batch may have.
 
     Args:
         num_processes: that share the prompts of a batch; the largest share counts.
     """
     generator, trainer = config.generator, config.trainer
     under_way = trainer.train_batch_size + generator.partial_rollouts.extra_prompts
-    prompts, evaluated = (
-        -(-size // num_processes) for size in (under_way, trainer.eval_batch_size)
-    )
+    evaluation = generator.inference_engine.eval_prompts_at_once
+    if evaluation is None:
+        evaluation = trainer.eval_batch_size if evaluates(config) else 0
+    prompts, evaluated = (-(-size // num_processes) for size in (under_way, evaluation))
     evaluated *= generator.eval_n_samples_per_prompt
     if not overlaps(config):
         return max(prompts * generator.n_samples_per_prompt, evaluated)
     workers = trainer.fully_async.num_parallel_generation_workers
     groups = -(-workers // num_processes) if runs_free(config) else prompts
     return groups * generator.n_samples_per_prompt + evaluated * (trainer.eval_interval > 0)
+
+
+def evaluates(config: TrainConfig) -> bool:
+    """Return whether there is an evaluation."""
+    return config.trainer.eval_interval > 0 and bool(config.data.val_data)
 
 
 def exact_parts(config: TrainConfig) -> int:

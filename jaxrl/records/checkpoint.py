@@ -31,7 +31,7 @@ from etils import epath
 
 from jaxrl import activity, envs
 from jaxrl.config.model import DECAYING
-from jaxrl.config.platform import ENGINE_SIZES, KNOWN_IDS, ON_CPU
+from jaxrl.config.platform import ENGINE_SIZES, EVAL_PROMPTS, KNOWN_IDS, ON_CPU
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.files import (
     FolderError,
@@ -744,7 +744,7 @@ def recorded_settings(trainer: TrainerConfig) -> tuple[dict[str, Any], str]:
         for path in _checkpoints(trainer):
             try:
                 meta, _ = read_metadata(path)
-                names = *ON_CPU, *ENGINE_SIZES, KNOWN_IDS
+                names = *ON_CPU, *ENGINE_SIZES, KNOWN_IDS, EVAL_PROMPTS, "trainer.eval_batch_size"
                 return {name: _value(meta["config"], name) for name in names}, str(path)
             except (OSError, ValueError, LookupError, TypeError, AttributeError):
                 continue  # damaged: restoring will say so, and fall back in the same order

@@ -8,7 +8,7 @@ import yaml
 
 from benchmarks.shapes import write_model_folder
 from jaxrl import config as cfg
-from jaxrl.config.platform_defaults import settle, settle_ids
+from jaxrl.config.platform_defaults import settle, settle_evaluation, settle_ids
 from jaxrl.records.checkpoint import recorded_settings
 from jaxrl.records.resume_identity import changed_fields
 from jaxrl.train import BasePPOExp
@@ -222,3 +222,42 @@ def test_a_checkpoint_of_the_first_stage_outranks_auto(kind):
     (meta,) = (run / "checkpoints").glob("*/meta/metadata")
     recorded = json.loads(meta.read_text())["config"]
     assert changed_fields(recorded, cfg.get_config_as_dict(settled)) == {}
+
+
+ROOM = "generator.inference_engine.eval_prompts_at_once"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "recorded", "room"),
+    [
+        (80, {}, 80),
+        (5000, {}, 1024),
+        (0, {}, 0),
+        (80, {ROOM: 30}, 30),  # whatever is evaluated now
+        (80, {ROOM: 0}, 0),
+        # a version without the field had rows for a batch of 1024, also where nothing was evaluated
+        (80, {ROOM: "auto"}, 1024),
+        (0, {ROOM: None}, 1024),
+    ],
+)
+def test_a_run_keeps_the_room_for_evaluation_that_it_began_with(
+    model, tmp_path, prompts, recorded, room
+):
+    config = config_of(model, tmp_path)
+    source = "a checkpoint" if recorded else ""
+    fields = {"trainer.eval_batch_size": 1024, **recorded}
+    config = cfg.apply_overrides(config, {"trainer.eval_batch_size": 1024})
+    settled = settle_evaluation(config, prompts, (fields, source)).config
+    assert settled.generator.inference_engine.eval_prompts_at_once == room
+    assert settle_evaluation(settled, 7).config == settled  # what is set stays
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "critic", "lockstep", "free"])
+def test_a_run_of_the_first_stage_keeps_its_rows(kind):
+    run = STAGE1 / "runs" / kind
+    given = yaml.safe_load((run / "config.yaml").read_text())
+    given["trainer"]["ckpt_path"] = str(run / "checkpoints")
+    config = cfg.resolve(cfg.to_train_config(given))
+    settled = settle_evaluation(config, 0, recorded_settings(config.trainer)).config
+    batch = given["trainer"]["eval_batch_size"]
+    assert settled.generator.inference_engine.eval_prompts_at_once == batch

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from jaxrl import config as cfg
 from jaxrl.config import (
     TrainConfig,
     apply_overrides,
@@ -278,3 +279,33 @@ def test_workers_are_not_colocated():
     )
     with pytest.raises(ValueError, match="rollout_num_nodes=2: are hosts that only sample; set"):
         validate(config, 8)
+
+
+# ---- rows of the engine: what the run samples at once, no more -----------------------------------
+
+STEP = {"trainer.train_batch_size": 4, "trainer.policy_mini_batch_size": 2}
+ROOM = "generator.inference_engine.eval_prompts_at_once"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        (
+            {"data.val_data": []},
+            16,
+        ),  # 4 prompts x 4 samples, and SkyRL's evaluation of 1024 is none
+        ({"trainer.eval_interval": -1}, 16),
+        ({}, 1024),  # until the prompts are counted
+        ({"generator.eval_n_samples_per_prompt": 2}, 2048),
+        ({ROOM: 80}, 80),
+        ({ROOM: 80, "generator.eval_n_samples_per_prompt": 2}, 160),
+        ({ROOM: 5}, 16),
+        ({ROOM: 0}, 16),
+    ],
+)
+def test_rows_that_a_run_samples_at_once(changes, rows):
+    changes = {**STEP, "generator.n_samples_per_prompt": 4, "data.val_data": ["x.jsonl"], **changes}
+    config = cfg.apply_overrides(cfg.TrainConfig(), changes)
+    assert cfg.rows_at_once(config) == rows
+    assert cfg.rows_at_once(config, 2) == -(-rows // 2)
+    assert cfg.exact_rows(config) == min(rows, 1024)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.model_limits import check_ids
-from jaxrl.config.platform_defaults import settle
+from jaxrl.config.platform_defaults import settle, settle_evaluation
+from jaxrl.data.prompts import read_rows
 from jaxrl.models import hf
 from jaxrl.models.kernels import HEAD_LOG_PROBS, OPERATIONS, PAGED_ATTENTION
 from jaxrl.models.kernels.choice import Facts, Operation
@@ -130,13 +131,15 @@ def make_plan(
         ValueError, FileNotFoundError: as at the start of the run; no response is that long.
     """
     config = cfg.resolve(config)
-    config, chosen = settle(config, machine.platform, recorded=recorded_settings(config.trainer))
+    recorded = recorded_settings(config.trainer)
+    config, chosen = settle(config, machine.platform, recorded=recorded)
     cfg.validate(config, num_devices=len(machine.devices), num_processes=machine.hosts)
     role = config.trainer.policy
     assert role.model.path is not None  # validated
     path = role.model.path
     model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
     check_ids("trainer.policy.model.path", path, model.vocab_size, ends=hf.eos_sources(path))
+    config = settle_evaluation(config, _evaluated(config), recorded).config
     config, lines = sized(config, lambda: model, machine.devices, machine.memory, machine.platform)
     chosen = [*chosen, *lines]
     longest = config.generator.sampling_params.max_generate_length
@@ -202,6 +205,16 @@ def host_residents(run: Run, stay: list[Resident]) -> dict[str, float]:
     hosts, held = run.machine.hosts, run.held_bytes()
     found = {x.name: x.waits * len(x.devices) / hosts for x in stay if x.waits}
     return found | ({HELD: float(held)} if held else {})
+
+
+def _evaluated(config: cfg.TrainConfig) -> int:
+    """Return how many prompts there are to be evaluated; where the data are not here, a batch."""
+    if not cfg.evaluates(config):
+        return 0
+    try:
+        return sum(1 for source in config.data.val_data for _ in read_rows(source))
+    except (ValueError, OSError, ImportError):
+        return config.trainer.eval_batch_size
 
 
 def refused_host(machine: Machine, of_host: dict[str, float]) -> str | None:
