@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl import activity, config as cfg
 from jaxrl.config.oddities import warn_of_longest_row
+from jaxrl.config.platform_defaults import settle_evaluation
 from jaxrl.files import replace_text, writable_folder
 from jaxrl.models import hf
 from jaxrl.models.placement import place_model
@@ -113,6 +114,7 @@ def ask(run: BasePPOExp, target: EvalTarget, step: int) -> tuple[dict[str, float
             policy = config.trainer.policy.model
             warn_of_longest_row(config, hf.max_positions(policy.path or ""))
     run.check_environments(prompts)
+    run.config = settle_evaluation(run.config, len(prompts)).config
     path, params = config.trainer.policy.model.path, config.generator.eval_sampling_params
     assert path is not None and params is not None  # validated, resolved
     eos_token_ids = sorted({run.tokenizer.eos_token_id, *hf.eos_token_ids(path)})
