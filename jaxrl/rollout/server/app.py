@@ -121,9 +121,10 @@ class ApiRoutes:
         seconds, watch = self.service.limits.request_seconds, Stopwatch(self.service.measures)
         try:
             async with asyncio.timeout(seconds):
-                body = parse_json(await request.read())
+                text = await request.read()
+                body, size = parse_json(text), len(text)
                 name = request.match_info.get("id", request.headers.get(SESSION_HEADER))
-                sample_request = await self.service.read(body, name, chat=chat)
+                sample_request = await self.service.read(body, name, chat=chat, size=size)
                 async with self.service.running(sample_request) as run:
                     if not sample_request.stream:
                         return web.json_response(await self._whole(run, watch))
@@ -244,7 +245,8 @@ class ApiRoutes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Answer POST /tokenize: a prompt or messages to token ids."""
-        raw, served = parse_json(await request.read()), self.service.served
+        text, served = await request.read(), self.service.served
+        raw = parse_json(text)
         if raw.get("messages") is not None:
             body = TokenizeChatBody.model_validate(raw)
             variables = self.service.reader.variables(body.chat_template_kwargs)
@@ -253,7 +255,7 @@ class ApiRoutes:
             body = TokenizeTextBody.model_validate(raw)
             encode = functools.partial(served.encode, body.prompt, special=body.add_special_tokens)
         served.check_name(body.model)
-        tokens = await self.service.in_thread(encode)
+        tokens = await self.service.in_thread(encode, size=len(text))
         return web.json_response(
             {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
         )

@@ -7,6 +7,7 @@ keywords of JSON schemas it knows.
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,8 @@ class Grammars:
             wrong, messages = LLMatcher.validate_grammar_with_warnings(alone)
             if wrong:
                 raise _not_followed(where, messages[0])
-        grammar = LLMatcher.grammar_from_lark(lark(schema, calls, several=several))
+        added = self.served.tokenizer.get_added_vocab()
+        grammar = LLMatcher.grammar_from_lark(lark(schema, calls, added, several=several))
         limits = LLParserLimits(verbose_errors=False)
         try:
             matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
@@ -119,19 +121,32 @@ class Answer:
 
 
 def lark(
-    schema: Mapping[str, Any] | None, calls: Sequence[Mapping[str, Any]] = (), *, several: bool
+    schema: Mapping[str, Any] | None,
+    calls: Sequence[Mapping[str, Any]] = (),
+    added: Mapping[str, int] = MappingProxyType({}),
+    *,
+    several: bool,
 ) -> str:
-    """Write the grammar of answers in llguidance's form of Lark; see `Grammars.constrain`."""
+    """Write the grammar of answers in llguidance's form of Lark; see `Grammars.constrain`.
+
+    Args:
+        added: tokens beside those of the vocabulary's merges. A tag that is one of them is written
+            by its id: its letters, to llguidance, are other tokens.
+    """
+    begin, end = (
+        f"<[{added[tag]}]>" if tag in added else json.dumps(tag)
+        for tag in ("<tool_call>", "</tool_call>")
+    )
     rules = []
     if schema is not None:
         rules.append(f"answer: {_json(schema)}")
     if calls:
         rules.append('calls: call ("\\n" call)*' if several else "calls: call")
         which = " | ".join(f"call_{i}" for i in range(len(calls)))
-        rules.append(f'call: "<tool_call>\\n" ({which}) "\\n</tool_call>"')
+        rules.append(f'call: {begin} "\\n" ({which}) "\\n" {end}')
     for i, function in enumerate(calls):
-        begin = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        rules.append(f'call_{i}: {json.dumps(begin)} arguments_{i} "}}"')
+        named = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
+        rules.append(f'call_{i}: {json.dumps(named)} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: {_json(_parameters(function))}")
     kinds = [kind for kind, there in (("answer", schema is not None), ("calls", calls)) if there]
     return "\n".join([f"start: {' | '.join(kinds)}", *rules])

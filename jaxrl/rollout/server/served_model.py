@@ -1,5 +1,6 @@
 """Describe the model behind a server: its name, its tokenizer, its limits."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,8 +47,25 @@ class ServedModel:
                 refuse(field_name, token, fix)
         return tuple(ids)
 
+    @functools.cached_property
+    def most_characters(self) -> int:
+        """Return the characters of the longest tokens that fill the context."""
+        return self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+
+    def check_length(self, field_name: str, characters: int) -> None:
+        """Refuse a text that is too long whatever its tokens are, before they are looked for."""
+        if characters > self.most_characters:
+            raise ApiError(
+                400,
+                f"{field_name} has {characters} characters; the longest tokens of a context of "
+                f"{self.max_model_len} have {self.most_characters}. Shorten it",
+                param=field_name,
+                code="context_length_exceeded",
+            )
+
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text."""
+        self.check_length("prompt", len(text))
         try:
             return tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         except Exception as error:  # lone surrogates, for example
@@ -58,6 +76,8 @@ class ServedModel:
         self, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, up to where the assistant shall speak."""
+        said = (message.get("content") for message in messages)
+        self.check_length("messages", sum(len(text) for text in said if isinstance(text, str)))
         try:
             return tuple(encode_prompt(self.tokenizer, messages, **variables))
         except Exception as error:  # whatever a template raises

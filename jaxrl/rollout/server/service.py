@@ -22,6 +22,7 @@ from jaxrl.rollout.server.weight_folders import folder_under
 from jaxrl.rollout.weights.incoming import Incoming, NotAllowed, Notice, TransferFailed
 from jaxrl.rollout.weights.versions import VersionDamaged
 
+LONG_BYTES = 64 * 1024  # of a body whose text is tokenised beside the others
 IDLE_SECONDS = 120.0  # between two groups of weights; then who sent the first has given up
 PAUSE_MODES = ("abort", "keep", "wait")
 T = TypeVar("T")
@@ -51,21 +52,33 @@ class Service:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
-        # Long texts take long. Others decode meanwhile: a tokenizer allows that as long as no call
-        # asks it to pad or truncate, which it would then do in the other threads, too.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxrl-tokenizer")
+        # Others decode meanwhile: a tokenizer allows that as long as no call asks it to pad or
+        # truncate, which it would then do in the other threads, too.
+        self._thread, self._slow = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"jaxrl-{name}")
+            for name in ("tokenizer", "long-texts")
+        )
 
-    async def in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Run what takes long in a thread of its own, one call after the other."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+    async def in_thread(self, call: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
+        """Run what takes long in a thread of its own, one call after the other.
+
+        Args:
+            size: bytes that are tokenised; many take seconds, in which short ones are not to wait.
+        """
+        thread = self._slow if size > LONG_BYTES else self._thread
+        return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
 
     async def read(
-        self, body: Mapping[str, Any], session_name: str | None, *, chat: bool
+        self, body: Mapping[str, Any], session_name: str | None, *, chat: bool, size: int
     ) -> SampleRequest:
-        """Return the checked request in a body; raises `ApiError` or `ValidationError`."""
+        """Return the checked request in a body; raises `ApiError` or `ValidationError`.
+
+        Args:
+            size: bytes of the body.
+        """
         session = None if session_name is None else self.sessions.open(session_name)
         read = self.reader.chat if chat else self.reader.completion
-        return await self.in_thread(read, body, session)
+        return await self.in_thread(read, body, session, size=size)
 
     @contextlib.asynccontextmanager
     async def running(self, request: SampleRequest) -> AsyncIterator[RunningRequest]:
@@ -111,8 +124,9 @@ class Service:
         return found
 
     def close(self) -> None:
-        """Free the thread of the tokenizer."""
+        """Free the threads of the tokenizer."""
         self._thread.shutdown(wait=False)
+        self._slow.shutdown(wait=False, cancel_futures=True)
 
     def hold_back(self) -> None:
         """Start no more requests until `let_go`."""

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ class TinkerRoutes:
         self.service, self.journal, self.keys = service, service.journal, keys
         self._most_bytes, self._most_waiting = most_bytes, most_waiting
         self._most_models = most_models
-        self._events: dict[str, asyncio.Event] = {}
+        self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)  # for an answer
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def app(self) -> web.Application:
@@ -106,7 +107,7 @@ class TinkerRoutes:
         assert self._loop is not None
 
         def wake() -> None:
-            if (event := self._events.pop(name, None)) is not None:
+            for event in self._waiting.get(name, ()):
                 event.set()
 
         self._loop.call_soon_threadsafe(wake)
@@ -418,18 +419,19 @@ class TinkerRoutes:
     async def retrieve(self, request: web.Request) -> web.Response:
         """Answer POST /retrieve_future, when there is a result, or 408: ask again."""
         body = await self._body(request, bodies.Retrieve)
-        name, until = body.request_id, time.monotonic() + PATIENCE
-        while True:
-            event = self._events.setdefault(name, asyncio.Event())
-            found = await asyncio.to_thread(self.journal.answer, name, request[OWNER])
-            if found is None or found[1] != WAITS:
-                self._events.pop(name, None)
-                break
-            try:
-                await asyncio.wait_for(event.wait(), until - time.monotonic())
-            except TimeoutError:
-                answer = {"type": "try_again", "request_id": name, "queue_state": "active"}
-                return web.json_response(answer, status=408)
+        name, event = body.request_id, asyncio.Event()
+        self._waiting[name].add(event)  # before it is looked for: it may come in between
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while (found := await self._answer(name, request[OWNER])) and found[1] == WAITS:
+                    await event.wait()
+                    event.clear()
+        except TimeoutError:
+            return web.json_response(self._again(name), status=408)
+        finally:
+            self._waiting[name].discard(event)
+            if not self._waiting[name]:
+                del self._waiting[name]
         if found is None:
             gone = "there is no such call, or its answer is not kept any more"
             raise ApiError(404, f"request_id={name!r}: {gone}")
@@ -439,6 +441,18 @@ class TinkerRoutes:
         binary = kind in BINARY and state == DONE
         content = PROTOBUF if binary else "application/json"
         return web.Response(body=answer, content_type=content)
+
+    async def _answer(self, name: str, owner: str) -> tuple[str, int, bytes | None] | None:
+        return await asyncio.to_thread(self.journal.answer, name, owner)
+
+    def _again(self, name: str) -> dict[str, str]:
+        """Say that a call is not done yet, and why, where it waits for another one."""
+        state = {"type": "try_again", "request_id": name, "queue_state": "active"}
+        missing = self.service.missing(name.rpartition(":")[0])
+        if missing is None:
+            return state
+        reason = f"call {missing} of the model has not come, and calls are done in their order"
+        return state | {"queue_state": "paused_capacity", "queue_state_reason": reason}
 
     # ---- checkpoints
 

@@ -94,7 +94,7 @@ class Server:
         from jaxrl.tools.tinker.app import TinkerRoutes
 
         settings, limits = self._config.generator.inference_engine, self._config.tinker
-        routes = TinkerRoutes(
+        self.routes = TinkerRoutes(
             self.service,
             self._keys,
             most_bytes=self._config.serve.max_body_bytes,
@@ -103,7 +103,7 @@ class Server:
         )
         host = settings.http_endpoint_host
         serving = listening(
-            routes.app(),
+            self.routes.app(),
             host,
             settings.http_endpoint_port,
             most=self._config.serve.max_connections,
@@ -218,6 +218,7 @@ def make_server(config: Any) -> Server:
         full=limits.row_tokens,
         snapshot=limits.snapshot_calls,
         on_host=limits.host_adapters,
+        most_ahead=limits.max_waiting,
         answer_seconds=limits.answer_seconds,
         session_seconds=limits.session_seconds,
     )

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxrl.files import DamagedFile, FolderError
 from jaxrl.models.lora import LoraConfig, matrices
-from jaxrl.rollout.server.errors import ApiError
+from jaxrl.rollout.server.errors import ApiError, refuse
 from jaxrl.tools.tinker import bodies, graphs, states
 from jaxrl.tools.tinker.journal import DONE, FAILED, WAITS, Call, Journal, Reused, facts
 from jaxrl.tools.tinker.losses import LOSSES
@@ -149,6 +149,7 @@ class Service:
         full: int,
         snapshot: int,
         on_host: int,
+        most_ahead: int,
         answer_seconds: float,
         session_seconds: float,
     ) -> None:
@@ -156,6 +157,7 @@ class Service:
         self.base, self.folder = base, folder
         self.vocabulary, self.longest = vocabulary, longest
         self._full, self._snapshot, self._on_host = full, snapshot, on_host
+        self._most_ahead = most_ahead
         self._answer_seconds, self._session_seconds = answer_seconds, session_seconds
         self._tidied = 0.0
         self.died: Future[None] = Future()
@@ -222,13 +224,18 @@ class Service:
 
         Raises:
             Reused: another call had its number, or it was done so long ago that nobody knows.
+            ApiError: 400, its number leaves more out than may wait.
         """
         with self.journal.together():
             if not self.journal.accept(call):
                 return
             known = self._models.get(call.target)
-            if known is not None and call.kind != "sample" and call.number < known.next:
-                raise Reused(f"{call.id} was done long ago: number each call anew")
+            if known is not None and call.kind != "sample":
+                if call.number < known.next:
+                    raise Reused(f"{call.id} was done long ago: number each call anew")
+                if call.number - known.next > self._most_ahead:
+                    fix = f"is far ahead of the next call, {known.next}: number calls one by one"
+                    refuse("seq_id", call.number, fix)
             if about is not None:
                 session = call.target.partition(":")[0]
                 values = call.target, call.owner, session, time.time(), json.dumps(about)
@@ -258,6 +265,13 @@ class Service:
         if model.damage:
             raise ApiError(500, f"model_id={name!r}: {model.damage}")
         return model
+
+    def missing(self, target: str) -> int | None:
+        """Return the number of the call for which the later ones of a model wait; None: of none."""
+        with self._changed:
+            model = self._models.get(target)
+            waits = model is not None and model.next not in model.calls and bool(model.calls)
+            return model.next if model is not None and waits else None
 
     def end(self, session: str) -> None:
         """End a session: its models are forgotten, not their checkpoints."""

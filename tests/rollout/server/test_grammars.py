@@ -1,5 +1,6 @@
 """Answers of a schema, and calls that must come, from random weights over HTTP."""
 
+import copy
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from jaxrl.models.transformer import TransformerConfig, init_params
 from jaxrl.parallel import make_mesh
@@ -16,6 +18,7 @@ from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.server.answer_formats import Said, tags
 from jaxrl.rollout.server.grammars import Grammars, lark
+from jaxrl.rollout.server.served_model import ServedModel
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.server.scripted import TypingEngine, serving
 from tests.rollout.server.test_server import ask as by_hand
@@ -340,8 +343,45 @@ def test_grammars_as_they_are_written():
     assert lark(None, [{"name": 'a"b', "parameters": parameters}], several=True).splitlines() == [
         "start: calls",
         'calls: call ("\\n" call)*',
-        'call: "<tool_call>\\n" (call_0) "\\n</tool_call>"',
+        'call: "<tool_call>" "\\n" (call_0) "\\n" "</tool_call>"',
         'call_0: "{\\"name\\": \\"a\\\\\\"b\\", \\"arguments\\": " arguments_0 "}"',
         'arguments_0: %json {"type": "object", "properties": {}, '
         '"x-guidance": {"whitespace_pattern": "[ \\\\n\\\\t]{1,16}"}}',
     ]
+
+
+# ---- tokenizers in which a tag is one token ------------------------------------------------------
+
+ADDED = {  # as in the tokenizers' files: (token, whether it is special there)
+    "qwen3": [("<|im_start|>", True), ("<tool_call>", False), ("</tool_call>", False)],
+    "qwen2.5": [("<tool_call>", False), ("</tool_call>", False), ("<|fim_pad|>", False)],
+    "hermes": [("<tool_call>", True), ("</tool_call>", True), ("<|im_end|>", True)],
+    "llama3": [("<|python_tag|>", True), ("<|eot_id|>", True)],
+    "gpt-oss": [("<|call|>", True), ("<|channel|>", True), ("<|message|>", True)],
+}
+
+
+@pytest.mark.parametrize("family", ADDED)
+@pytest.mark.parametrize("several", [False, True])
+def test_calls_are_written_with_the_tokens_of_the_tokenizer(family, several):
+    """Any walk along what is allowed ends in a call that the reader of answers finds."""
+    tokenizer = copy.deepcopy(bpe_tokenizer())
+    for name, special in ADDED[family]:
+        tokenizer.add_tokens([AddedToken(name, special=special, normalized=False)], special)
+    served = ServedModel("m", tokenizer, len(tokenizer) + 6, 64, (tokenizer.eos_token_id,))
+    functions = [PLACE["function"], LEAVE["function"]]
+    make = Grammars(served).constrain("tools", functions, None, functions, several=several)
+    rng, one = np.random.default_rng(0), tokenizer.get_added_vocab().get("<tool_call>")
+    for _ in range(5):
+        answer, tokens = make(), []
+        while not tokens or tokens[-1] != tokenizer.eos_token_id:
+            bits = np.unpackbits(answer.allowed(), bitorder="little")
+            ends = several and len(tokens) > 200
+            allowed = np.flatnonzero(bits[: len(tokenizer)])
+            last = tokenizer.eos_token_id
+            tokens.append(int(last if ends and last in allowed else rng.choice(allowed)))
+            answer.take(tokens[-1:])
+        said = tags(tokenizer.decode(tokens[:-1]), True)
+        assert not said.content
+        assert said.calls and all(name in ("place", "leave") for name, _ in said.calls)
+        assert one is None or tokens[0] == one

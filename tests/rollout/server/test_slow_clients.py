@@ -5,11 +5,13 @@ import contextlib
 import json
 import resource
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPResponse
 
 import pytest
 
-from jaxrl.rollout.server import app, listening
+from jaxrl.rollout.server import app, listening, service
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.server.scripted import TypingEngine, serving
 from tests.rollout.server.test_server import ask, until, waiting
@@ -123,3 +125,35 @@ def test_more_connections_than_open_files(monkeypatch, limits, most, raised):
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append(limits))
     assert listening._most_of(1000 if most == 1000 else 1900) == most
     assert found == raised
+
+
+def test_a_long_text_keeps_no_short_one_waiting(monkeypatch):
+    """It is refused by its characters where no tokens could make it fit; else it waits apart."""
+    begun, go_on = threading.Event(), threading.Event()
+    with serving(TypingEngine([1, 2]), TOKENIZER) as running:
+        longest = running.served.most_characters
+        assert longest == 4096 * max(map(len, TOKENIZER.get_vocab()))
+        status, answer = ask(running, "/v1/completions", {"prompt": "a" * (longest + 1)})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        said = [{"role": "user", "content": "a" * (longest + 1)}]
+        assert ask(running, "/v1/chat/completions", {"messages": said})[0] == 400
+
+        tokenize = type(TOKENIZER).__call__
+
+        def slow(self, text, **options):
+            if len(text) > service.LONG_BYTES:
+                begun.set()
+                assert go_on.wait(60)
+            return tokenize(self, text[:8], **options)
+
+        monkeypatch.setattr(type(TOKENIZER), "__call__", slow)
+        monkeypatch.setitem(vars(running.served), "most_characters", 10**6)
+        with ThreadPoolExecutor(1) as thread:
+            long = {"prompt": "a" * (service.LONG_BYTES + 1), "max_tokens": 2}
+            waits = thread.submit(ask, running, "/v1/completions", long)
+            assert begun.wait(60)
+            assert ask(running, "/v1/completions", {"prompt": "one", "max_tokens": 2})[0] == 200
+            assert ask(running, "/tokenize", {"prompt": "one"})[0] == 200
+            assert not waits.done()
+            go_on.set()
+            assert waits.result()[0] == 200

@@ -2,11 +2,14 @@
 
 import json
 import random
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxrl.tools.tinker import app
 from jaxrl.tools.tinker.keys import Keys, read_keys
 from jaxrl.tools.tinker.wire import tinker_pb2 as wire
 from tests.tools.tinker.serving import BASE, KEY, OTHER_KEY, client, datum, serving, trainer
@@ -246,9 +249,61 @@ def test_limits_of_a_key(tmp_path_factory):
         status, answer = ask(server, "/api/v1/create_model", json.dumps(body).encode())
         assert (status, b"2 models of this key are there" in answer) == (403, True)
         codes = []
-        for number in range(5, 10):  # the call with number 1 never comes
+        for number in range(2, 7):  # the call with number 1 never comes
             body = {"model_id": model.model_id, "seq_id": number, "adam_params": {}}
             codes.append(ask(server, "/api/v1/optim_step", json.dumps(body).encode())[0])
         assert codes == [200, 200, 200, 429, 429]
         with client(server, OTHER_KEY) as other:
             trainer(other)
+
+
+def test_a_number_that_is_left_out_is_named(server, monkeypatch):
+    """Until it comes those after it wait; one that leaves too many out is refused."""
+    monkeypatch.setattr(app, "PATIENCE", 0.05)
+
+    def step(number):
+        body = {"model_id": model.model_id, "seq_id": number, "adam_params": {}}
+        return ask(server, "/api/v1/optim_step", json.dumps(body).encode())
+
+    def result(number):
+        body = json.dumps({"request_id": f"{model.model_id}:{number}"}).encode()
+        status, answer = ask(server, "/api/v1/retrieve_future", body)
+        return status, json.loads(answer)
+
+    with client(server) as service:
+        model = trainer(service)
+        assert step(2)[0] == 200
+        status, answer = result(2)
+        assert (status, answer["queue_state"]) == (408, "paused_capacity")
+        assert answer["queue_state_reason"].startswith("call 1 of the model has not come")
+        for number in (2**62, 1026):  # more than 1024, tinker.max_waiting, after the first
+            status, answer = step(number)
+            assert status == 400 and b"far ahead of the next call, 1" in answer
+        assert step(1025)[0] == 200
+        assert step(1)[0] == 200
+        monkeypatch.setattr(app, "PATIENCE", 20.0)
+        assert [result(number)[0] for number in (1, 2)] == [200, 200]
+
+
+def test_a_stranger_who_asks_for_a_result_takes_nothing(server, monkeypatch):
+    """The owner, who waits, is woken when the call is done."""
+    monkeypatch.setattr(app, "PATIENCE", 3600.0)
+
+    def retrieve(key):
+        body = json.dumps({"request_id": f"{model.model_id}:2"}).encode()
+        return ask(server, "/api/v1/retrieve_future", body, X_API_Key=key)
+
+    def step(number):
+        body = {"model_id": model.model_id, "seq_id": number, "adam_params": {}}
+        return ask(server, "/api/v1/optim_step", json.dumps(body).encode())
+
+    with client(server) as service, ThreadPoolExecutor(1) as thread:
+        model = trainer(service)
+        step(2)
+        waits = thread.submit(retrieve, KEY)
+        while not server.routes._waiting:
+            time.sleep(0.01)
+        assert retrieve(OTHER_KEY)[0] == 404
+        step(1)
+        assert waits.result()[0] == 200
+        assert not server.routes._waiting
