@@ -45,7 +45,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from jaxrl import config as cfg
 from jaxrl.audit import audit, report
@@ -249,9 +248,8 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """The arrays of the last checkpoint."""
-        args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-        manager = Checkpointer(str(self.checkpoints), read_only=True).manager
-        return jax.device_get(manager.restore(self.steps, args=args)["state"])
+        files = Checkpointer(str(self.checkpoints), read_only=True).files
+        return jax.device_get(files.restore(self.steps, "state"))
 
     def attempts(self) -> int:
         """How often it has begun; of one without a ledger, to do steps."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint._src.path.atomicity import AtomicRenameTemporaryPath
 
@@ -410,9 +409,8 @@ class Run:
         assert self.start().wait() == 0, (self.folder / "output").read_text()[-3000:]
 
     def state(self) -> dict:
-        args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-        manager = Checkpointer(str(self.checkpoints), read_only=True).manager
-        return jax.device_get(manager.restore(STEPS, args=args)["state"])
+        files = Checkpointer(str(self.checkpoints), read_only=True).files
+        return jax.device_get(files.restore(STEPS, "state"))
 
 
 @pytest.mark.slow

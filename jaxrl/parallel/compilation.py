@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Self, cast
 
 import jax
 import numpy as np
-from jax._src import compilation_cache, compiler  # no public way to write as another process
 
 from jaxrl import activity
+from jaxrl.parallel.jax_internals import compilation_cache, compiler
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

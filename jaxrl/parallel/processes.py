@@ -24,13 +24,13 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.distributed import global_state  # no public way to the coordinator and its table
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 import jaxrl
 from jaxrl import cli
 from jaxrl.parallel import watchdog
+from jaxrl.parallel.jax_internals import global_state
 from jaxrl.parallel.shares import Share, put_share
 from jaxrl.parallel.xla_flags import set_flags
 

@@ -11,8 +11,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 import jax
-from jax._src.distributed import global_state  # no public way to the coordinator's address
 
+from jaxrl.parallel.jax_internals import global_state
 from jaxrl.parallel.processes import allgather
 
 SECONDS = 60.0  # until the other end is there: both ask for it at the same place of the program

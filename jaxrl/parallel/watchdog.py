@@ -28,14 +28,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-from jax._src.distributed import global_state  # no public way to the coordinator's table
 
 from jaxrl import activity
 from jaxrl.cli import STALLED
 from jaxrl.parallel.compilation import COMPILED
+from jaxrl.parallel.jax_internals import COMPILER_FILE, global_state
 
 SIGN = "stalled: "  # before what a process says of itself; `cluster.supervise` looks for it
-COMPILER = os.path.join("jax", "_src", "compiler.py")
 KEY, LIMITS = "jaxrl/progress", "jaxrl/limits/"
 LOOKS, SECONDS_BETWEEN = 20, 2.0  # within a limit that is given, and at most between two
 STAY_SECONDS = 15.0  # for the others, which end when this process is gone, to say where they are
@@ -161,7 +160,7 @@ def _compiles() -> bool:
     """Return whether a thread is in JAX's compiler, which tells only once it is done."""
     stacks = map(traceback.walk_stack, sys._current_frames().values())
     frames = (frame for stack in stacks for frame, _ in stack)
-    return any(frame.f_code.co_filename.endswith(COMPILER) for frame in frames)
+    return any(frame.f_code.co_filename.endswith(COMPILER_FILE) for frame in frames)
 
 
 class _Job:

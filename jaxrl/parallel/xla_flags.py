@@ -21,8 +21,9 @@ import os
 from typing import NamedTuple
 
 import jax
-from jax._src.xla_bridge import backends_are_initialized  # nothing public says it
 from packaging.specifiers import SpecifierSet
+
+from jaxrl.parallel.jax_internals import backends_are_initialized
 
 SWITCH = "JAXRL_XLA_FLAGS"
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")

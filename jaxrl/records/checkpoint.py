@@ -4,29 +4,23 @@
     <ckpt_path>/global_step_<N>/meta     JSON: model, config, user functions, checksums; its own too
     <ckpt_path>/global_step_<N>/buffer   what an asynchronous run had sampled and not yet trained
 
-Nothing in it is pickled. Orbax writes into a temporary folder and renames it, so that a save that
-did not finish is never seen by a restore.
+Nothing in it is pickled. `records.orbax_files` has the calls of orbax.
 """
 
 import contextlib
-import functools
 import gc
 import itertools
-import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrl import activity, envs
@@ -45,6 +39,7 @@ from jaxrl.functions import import_call
 from jaxrl.parallel import agree, allgather, is_first
 from jaxrl.parallel.checksums import checksums, host_checksums
 from jaxrl.records.checkpoint_folders import PREFIX, checkpoint_steps, read_metadata
+from jaxrl.records.orbax_files import StepFiles
 from jaxrl.records.resume_identity import OWN_FOLDERS, changed_fields, differences
 from jaxrl.registry.pickling import source_hash
 from jaxrl.types import TrainState
@@ -101,30 +96,9 @@ class Checkpointer:
     def __init__(self, folder: str, *, max_to_keep: int = -1, read_only: bool = False) -> None:
         field = "trainer.resume_path" if read_only else "trainer.ckpt_path"
         self.folder = (as_path if read_only else shared_folder)(field, folder)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if max_to_keep == -1 else max_to_keep,
-            step_prefix=PREFIX,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=not read_only,  # of a run that was killed in a save
-            create=False,
-            lightweight_initialize=True,  # a damaged checkpoint must not keep others from loading
-        )
-        # where one process fails to read, the others must not wait for it within orbax
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=jax.process_index(), active_processes={jax.process_index()}
-        )
-        reading = ocp.CheckpointManagerOptions(
-            step_prefix=PREFIX,
-            create=False,
-            lightweight_initialize=True,
-            multiprocessing_options=alone,
-        )
-        _print_no_tracebacks()
+        keep = None if max_to_keep == -1 else max_to_keep
         with missing_packages_named(field, folder):
-            self.manager, self._reader = (
-                ocp.CheckpointManager(self.folder, options=chosen, item_handlers=item_handlers())
-                for chosen in (options, reading)
-            )
+            self.files = StepFiles(self.folder, max_to_keep=keep, read_only=read_only)
         self.on_commit: Callable[[str], None] = lambda path: None  # told of each whole checkpoint
         self._saving: int | None = None
         self._uncommitted: int | None = None
@@ -152,20 +126,17 @@ class Checkpointer:
         self.wait()
         self._saving = step
         meta = {**meta, "checksums": checksums(state)}
-        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(as_saved(state))}
+        arrays: dict[str, Any] = {"state": as_saved(state)}
         if buffer is not None:
             meta["buffer_checksums"] = host_checksums(buffer)
-            items["buffer"] = ocp.args.PyTreeSave(buffer)
-        args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(sealed(meta)))
+            arrays["buffer"] = buffer
 
-        def begin() -> None:
-            if not self.manager.save(step, args=args):
-                raise ValueError(f"the folder already holds a step after {step}")
+        def begun() -> None:
             self._uncommitted = step
             _SAVING.add(self)
 
         with self._named_failure():
-            _in_daemon(begin)
+            self.files.save(step, arrays, sealed(meta), begun)
         return str(self.folder / f"{PREFIX}_{step}")
 
     def wait(self) -> None:
@@ -176,7 +147,7 @@ class Checkpointer:
             UnsavedCheckpoint: it failed in a way that may pass.
         """
         with self._named_failure():
-            self.manager.wait_until_finished()
+            self.files.wait()
         _SAVING.discard(self)
         step, self._uncommitted = self._uncommitted, None  # told once, also where that fails
         if step is not None:
@@ -185,8 +156,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, then stop the threads that write."""
         self.wait()
-        self.manager.close()
-        self._reader.close()
+        self.files.close()
 
     @contextlib.contextmanager
     def _named_failure(self) -> Iterator[None]:
@@ -227,7 +197,7 @@ class Checkpointer:
 
     def _steps(self) -> set[int]:
         """Return the steps that any process of the job sees; a collective."""
-        return set().union(*allgather(_read(self.folder, self.manager.all_steps)))
+        return set().union(*allgather(_read(self.folder, self.files.steps)))
 
     def read_meta(self, step: int) -> dict[str, Any]:
         """Return the JSON part of a checkpoint alone.
@@ -266,12 +236,9 @@ class Checkpointer:
         warn_of_changed_functions(str(path), saved["functions"], meta["functions"])
         if meta.get("total_steps", step + 1) > step:  # else nothing follows
             warn_of_another_course(str(path), saved, meta)
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, as_saved(abstract_state))
-        targets = ocp.checkpoint_utils.construct_restore_args(abstract)
-        args = ocp.args.Composite(state=ocp.args.PyTreeRestore(abstract, restore_args=targets))
 
         def read() -> tuple[Any, Buffer | None]:
-            state = self._reader.restore(step, args=args)["state"]
+            state = self.files.restore(step, "state", as_saved(abstract_state))
             return state, self._read_buffer(step, saved.get("buffer_checksums"))
 
         def compare() -> None:
@@ -288,8 +255,7 @@ class Checkpointer:
     def _read_buffer(self, step: int, saved: dict[str, int] | None) -> Buffer | None:
         if saved is None:
             return None
-        args = ocp.args.Composite(buffer=ocp.args.PyTreeRestore())
-        found = self._reader.restore(step, args=args)["buffer"]
+        found = self.files.restore(step, "buffer")
         buffer = {name: np.asarray(array) for name, array in found.items()}
         if different := differences(saved, host_checksums(buffer)):
             raise ValueError(f"{sorted(different)} of the buffer are not what was saved")
@@ -333,7 +299,7 @@ class Checkpointer:
             with writing(target):
                 path.rename(target)
         allgather(None)  # it is there
-        self.manager.reload()
+        self.files.reload()
         warnings.warn(
             f"{error}. Falling back to step {older}; the damaged one is kept as {target.name}",
             stacklevel=3,
@@ -503,50 +469,6 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
-@functools.cache
-def _print_no_tracebacks() -> None:
-    """Keep orbax from printing what `Checkpointer` raises as one error.
-
-    It logs the error of each of its threads. And it closes its event loop when the first array
-    fails: each of the others then finds the loop closed, or its error is never asked for, which
-    nobody can catch.
-    """
-    shown = sys.unraisablehook
-
-    def show(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            shown(unraisable)
-
-    sys.unraisablehook = show
-    logging.getLogger("absl").addFilter(
-        lambda record: record.levelno < logging.ERROR or "orbax" not in record.pathname
-    )
-    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-
-
-def _in_daemon(start: Callable[[], None]) -> None:
-    """Let orbax start a save in a daemon thread: so are those that it starts.
-
-    Where it fails, as on a full disk, they wait for minutes for what will not come, and the end of
-    the process would wait for them.
-    """
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(start())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="start of a save", daemon=True)
-    try:
-        thread.start()
-        done.result()
-    finally:
-        if thread.is_alive():  # at Ctrl-C: it must not go on when the folder is let go of
-            thread.join()
-
-
 def may_pass(error: BaseException | None) -> bool:
     """Tell whether an error is of machine, disk or network, and not of what was read.
 
@@ -706,29 +628,6 @@ def shared_folder(field: str, path: str) -> epath.Path:
                 "that all hosts share, or a bucket"
             )
     return folder
-
-
-def item_handlers() -> dict[str, Any]:
-    """Return orbax's handlers of the items state, meta and buffer."""
-    return {
-        "state": array_handler(),
-        "meta": ocp.JsonCheckpointHandler(),
-        "buffer": ocp.PyTreeCheckpointHandler(),
-    }
-
-
-def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """Return the handler of the state, which writes the first copy of a replicated array.
-
-    Orbax's own way, a slice of every copy, compiles a program for each slice in the first save.
-    """
-    handlers = ocp.type_handlers
-    return ocp.PyTreeCheckpointHandler(
-        type_handler_registry=handlers.create_type_handler_registry(
-            (jax.Array, handlers.ArrayHandler(use_replica_parallel=False)),
-            (np.ndarray, handlers.NumpyHandler()),
-        )
-    )
 
 
 def recorded_settings(trainer: TrainerConfig) -> tuple[dict[str, Any], str]:

@@ -28,13 +28,13 @@ from jaxrl.records.checkpoint import (
     Checkpointer,
     CheckpointError,
     UnsavedCheckpoint,
-    _print_no_tracebacks,
     parse_resume_path,
     refuse_other,
     resume,
     sources_of_rewards,
     where_it_resumes,
 )
+from jaxrl.records.orbax_files import print_no_tracebacks
 from jaxrl.records.resume_identity import changed_fields, fingerprint
 from jaxrl.training.optim import abstract_state, init_state, make_apply, make_optimizer
 from jaxrl.types import Prompt
@@ -168,7 +168,7 @@ def test_save_returns_before_the_files_are_there(tmp_path, monkeypatch):
     )
     checkpointer = Checkpointer(str(tmp_path))
     checkpointer.save(1, SMALL, META)
-    assert checkpointer.manager.is_saving_in_progress()
+    assert checkpointer.files.manager.is_saving_in_progress()
     go.set()
     checkpointer.close()
     assert Checkpointer(str(tmp_path)).restore(1, SMALL, META)["x"].tolist() == [0, 1, 2]
@@ -204,7 +204,7 @@ def test_what_fails_in_orbax_is_said_once(tmp_path, monkeypatch, capfd, caplog):
     """Thirty arrays that cannot be written are one error: no traceback and no line of a logger."""
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    _print_no_tracebacks.cache_clear()
+    print_no_tracebacks.cache_clear()
     checkpointer, noise = Checkpointer(str(tmp_path)), np.random.default_rng(0)
     many = {f"x{i}": noise.standard_normal(50_000) for i in range(30)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -314,7 +314,7 @@ def test_the_failure_of_the_last_save_is_reported_at_close(tmp_path, monkeypatch
     def fail(step):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointer.manager, "_finalize_checkpoint", fail)
+    monkeypatch.setattr(checkpointer.files.manager, "_finalize_checkpoint", fail)
     checkpointer.save(4, SMALL, META)
     message = r"could not save step 4 to trainer.ckpt_path='.*': No space left on device\. Its"
     with pytest.raises(FolderError, match=message):
@@ -327,7 +327,7 @@ def test_a_save_that_may_succeed_another_time_says_so(tmp_path, monkeypatch):
     def fail(step):
         raise ValueError("UNAVAILABLE: the bucket does not answer [tensorstore_spec='{...}']")
 
-    monkeypatch.setattr(checkpointer.manager, "_finalize_checkpoint", fail)
+    monkeypatch.setattr(checkpointer.files.manager, "_finalize_checkpoint", fail)
     checkpointer.save(4, SMALL, META)
     message = r"could not save .*: ValueError: UNAVAILABLE: the bucket does not answer\. Its"
     with pytest.raises(UnsavedCheckpoint, match=message):

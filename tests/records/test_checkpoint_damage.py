@@ -82,13 +82,12 @@ def test_a_flipped_bit_is_found(tmp_path):
     save(tmp_path, 1, state=NOISE)
     path = max((tmp_path / "global_step_1" / "state").rglob("d/*"), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
-    args = ocp.args.Composite(state=ocp.args.PyTreeRestore(NOISE))
 
     def wrong_numbers(place):
         """After flipping a bit there; the data is compressed, so one bit may change several."""
         path.write_bytes(bytes(b ^ (i == place) for i, b in enumerate(data)))
-        manager = Checkpointer(str(tmp_path)).manager
-        return (manager.restore(1, args=args)["state"]["noise"] != NOISE["noise"]).sum()
+        files = Checkpointer(str(tmp_path)).files
+        return (files.restore(1, "state", NOISE)["noise"] != NOISE["noise"]).sum()
 
     middle = len(data) // 2
     assert any(wrong_numbers(place) == 1 for place in range(middle, middle + 8))

@@ -32,6 +32,7 @@ from jaxrl.models.kernels.choice import (
     unmet,
 )
 from jaxrl.models.linear import einsum_float32
+from jaxrl.parallel.jax_internals import fused_attention
 from jaxrl.parallel.rules import MeshAxes
 from jaxrl.types import Array
 
@@ -497,8 +498,7 @@ def cudnn(
     """
     if q.shape[1] > 1:
         return by_pages(q, pages, table, first, scale=scale, cap=cap, window=window)
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
+    fused = fused_attention()
     assert cap is None
     assert window is None
     assert pages.layout == "apart"

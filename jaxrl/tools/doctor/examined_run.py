@@ -162,8 +162,8 @@ class ExaminedRun:
     def restart(self) -> None:
         """Restore the run after a check that failed in the middle: the state may be gone."""
         trainer = self.trainer
-        for step in trainer.checkpointer.manager.all_steps():
-            trainer.checkpointer.manager.delete(step)
+        for step in trainer.checkpointer.files.steps():
+            trainer.checkpointer.files.delete(step)
         trainer.state = trainer.restore_or_init()
         trainer.batches_drawn = int(trainer.state.batches_drawn)
         trainer.load_reference(trainer.state.ref_params)

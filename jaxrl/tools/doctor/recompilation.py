@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from jaxrl.data.columns import BLANKS, ROUTES
 from jaxrl.data.packing import length_bucket
+from jaxrl.parallel.jax_internals import COMPILE_LOGGER
 from jaxrl.tools.doctor.examined_run import ExaminedRun, Program
 from jaxrl.tools.doctor.finding import Finding, failed, passed
 from jaxrl.types import GeneratorOutput
@@ -14,7 +15,7 @@ from jaxrl.types import GeneratorOutput
 STEPS = 3  # the first one compiles the optimizer's update
 PER_TOKEN = ("response_ids", *BLANKS)
 # jax says there, at the level DEBUG, what it compiles; its record has name and shapes as arguments
-LOGGER, MESSAGE = "jax._src.interpreters.pxla", "Compiling %s with global shapes and types %s"
+MESSAGE = "Compiling %s with global shapes and types %s"
 
 
 def recompilation(examined: ExaminedRun) -> Finding:
@@ -98,7 +99,7 @@ def shortened(output: GeneratorOutput, width: int) -> GeneratorOutput:
 def compiled_programs() -> Iterator[list[Program]]:
     """Yield a list to which every program is added that is compiled while the block runs."""
     programs: list[Program] = []
-    logger, handler = logging.getLogger(LOGGER), _CompilationHandler(programs)
+    logger, handler = logging.getLogger(COMPILE_LOGGER), _CompilationHandler(programs)
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

@@ -69,8 +69,8 @@ class ExaminedSFT(ExaminedRun):
     def restart(self) -> None:
         """Restore the run after a check that failed in the middle: the state may be gone."""
         trainer = copy.copy(self.trainer)
-        for step in trainer.checkpointer.manager.all_steps():
-            trainer.checkpointer.manager.delete(step)
+        for step in trainer.checkpointer.files.steps():
+            trainer.checkpointer.files.delete(step)
         self.trainer.state = trainer.restore_or_init()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxrl import config as cfg
 from jaxrl.files import as_path, missing_packages_named
@@ -166,11 +165,6 @@ def restore_params(target: EvalTarget, abstract: Params, model: dict[str, Any]) 
     """
     path, step = target.where, target.step
     source = Checkpointer(os.path.dirname(path), read_only=True)
-    args = ocp.args.PyTreeRestore(
-        {"params": abstract},
-        restore_args=ocp.checkpoint_utils.construct_restore_args({"params": abstract}),
-        partial_restore=True,
-    )
     try:
         saved = source.read_meta(step)
         policy = {key: x for key, x in saved["model"].items() if key != "critic"}  # not asked
@@ -179,7 +173,7 @@ def restore_params(target: EvalTarget, abstract: Params, model: dict[str, Any]) 
                 f"checkpoint {path} is of another model; (saved, this config's): {different}. Give "
                 "the config of its run"
             )
-        params = source.manager.restore(step, args=ocp.args.Composite(state=args))["state"]
+        params = source.files.restore(step, "state", {"params": abstract}, partial=True)
         found = {f".params{name}": number for name, number in checksums(params["params"]).items()}
         recorded = saved["checksums"].items()
         recorded = {name: number for name, number in recorded if name.startswith(".params")}

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxrl import config as cfg
@@ -171,7 +170,6 @@ def _differences(one: Path, two: Path) -> list[str]:
 
 def _state(folder: Path) -> dict[str, bytes]:
     """Return the bits of each array of the last checkpoint."""
-    args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-    manager = Checkpointer(str(folder / "checkpoints"), read_only=True).manager
-    leaves, _ = jax.tree_util.tree_flatten_with_path(manager.restore(STEPS, args=args)["state"])
+    files = Checkpointer(str(folder / "checkpoints"), read_only=True).files
+    leaves, _ = jax.tree_util.tree_flatten_with_path(files.restore(STEPS, "state"))
     return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in leaves}

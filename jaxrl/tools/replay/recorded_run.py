@@ -240,7 +240,7 @@ class RecordedRun:
         source = Checkpointer(folder, read_only=True)
         try:
             held = range(self.from_step, max(self.steps))  # those before are another run's
-            return [step for step in source.manager.all_steps() if step in held]
+            return [step for step in source.files.steps() if step in held]
         finally:
             source.close()
 
