@@ -15,6 +15,7 @@ import jaxrl
 from jaxrl import config as cfg
 from jaxrl.data.prompts import load_rows
 from jaxrl.envs import Env
+from jaxrl.rollout.build_remote import worker_config
 from jaxrl.train import BasePPOExp, for_scripts
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,14 @@ def test_batch_and_lengths_fit_the_rows(config_of):
     trainer = config_of(data=many, reward=other_reward, epochs=3, train_batch_size=7).trainer
     assert (trainer.train_batch_size, trainer.policy_mini_batch_size) == (7, 7)
     assert (trainer.max_training_steps, trainer.epochs) == (None, 3)
+
+
+def test_the_engine_has_rows_for_what_is_sampled(config_of):
+    """Not for SkyRL's evaluation of 1024 prompts, of which a call without eval_data has none."""
+    config = config_of(data=ROWS, reward=reward, n_samples_per_prompt=4, train_batch_size=4)
+    assert cfg.rows_at_once(config) == 4 * 4
+    config.trainer.placement.rollout_num_nodes = 1
+    assert worker_config(config)["serve"]["max_num_seqs"] == 4 * 4  # of a server for all of it
 
 
 def test_turns_have_room_as_far_as_the_model_goes(config_of):

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl import plan
+from jaxrl import config as cfg, plan
 from jaxrl.tools.plan import costs, phases, report, topology
-from jaxrl.tools.plan.plan import host_residents, refused_host
+from jaxrl.tools.plan.plan import _evaluated, host_residents, refused_host
 from jaxrl.training.resident_memory import Resident
 
 ROOT = Path(__file__).parents[3]
@@ -571,3 +571,17 @@ def test_the_compiler_sends_to_experts_what_the_estimate_says(capsys, planned):
     found = phases_of(report)
     for name, to_experts in sent.items():
         assert found[name]["collectives"]["all-to-all"] == to_experts + embedded[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts"),
+    [
+        ({"data.val_data": []}, 0),
+        ({"trainer.eval_interval": -1}, 0),
+        ({}, 8),
+        ({"data.val_data": ["not/here.parquet"]}, 1024),  # a plan needs no data
+    ],
+)
+def test_prompts_that_an_evaluation_has(changes, prompts):
+    data = {"data.val_data": ["jaxrl.envs.toys.sort_digits:prompts(size=8, seed=1)"]}
+    assert _evaluated(cfg.apply_overrides(cfg.TrainConfig(), data | changes)) == prompts
