@@ -35,6 +35,7 @@ from jaxrl.data.packing import empty_batch, round_up
 from jaxrl.data.prompts import check_files
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.files import FolderError, writable_folder
+from jaxrl.hub import check_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel, check_packing
 from jaxrl.models.transformer import Params, TransformerConfig
@@ -416,6 +417,7 @@ def _load_all(config: cfg.TrainConfig, chosen: Any) -> SFTTrainer:
     role, template = config.trainer.policy, config.generator.chat_template
     overrides = cfg.model_overrides(config.trainer, role)
     path = role.model.path or ""  # validated
+    check_folder("trainer.policy.model.path", path)
     model = hf.load_config(path, overrides, random_init=role.model.random_init)
     tokenizer = load_tokenizer(path, template.name_or_path if template.source == "file" else None)
     ends = hf.eos_sources(path)

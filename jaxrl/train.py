@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from jaxrl import activity
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.dataclass_config import flatten
-from jaxrl.config.model_limits import check_ids, check_tokens
+from jaxrl.config.model_limits import check_ids, check_models, check_tokens
 from jaxrl.config.objective_requirements import needs_reference, updates_per_step
 from jaxrl.config.oddities import warn_of_scale
 from jaxrl.config.platform_defaults import Settled, settle, settle_evaluation, settle_ids
@@ -48,6 +48,7 @@ from jaxrl.envs.json_request import RequestError
 from jaxrl.envs.readiness import ServerAwayError, check_environments, refuse_code
 from jaxrl.files import FolderError
 from jaxrl.functions import says_all
+from jaxrl.hub import check_folder
 from jaxrl.models import hf
 from jaxrl.models.adapter import AdaptedModel
 from jaxrl.models.architecture import with_known_ids
@@ -152,6 +153,7 @@ class BasePPOExp:
         """
         role = self.config.trainer.policy
         assert role.model.path is not None  # validated
+        check_folder("trainer.policy.model.path", role.model.path)
         overrides = cfg.model_overrides(self.config.trainer, role)
         found = hf.load_config(role.model.path, overrides, random_init=role.model.random_init)
         return with_known_ids(found, role.known_ids)
@@ -160,6 +162,7 @@ class BasePPOExp:
         """Load the policy's tokenizer, with the chat template of `generator.chat_template`."""
         path, template = self.config.trainer.policy.model.path, self.config.generator.chat_template
         assert path is not None  # validated
+        check_folder("trainer.policy.model.path", path)
         return load_tokenizer(path, template.name_or_path if template.source == "file" else None)
 
     def settle_ids(
@@ -418,6 +421,7 @@ class BasePPOExp:
         evaluates = config.trainer.eval_interval > 0
         if type(self).get_prompts is BasePPOExp.get_prompts:
             check_files([*config.data.train_data, *(config.data.val_data if evaluates else ())])
+        check_models(config.trainer)
         model = self.get_model()
         self.tokenizer = tokenizer = self.get_tokenizer()
         model = self.settle_ids(model)

@@ -27,6 +27,7 @@ LAYERS = {
     "losses": 1,
     "advantages": 1,
     "registry": 2,
+    "hub": 2,
     "parallel": 3,
     "models": 4,
     "data": 4,

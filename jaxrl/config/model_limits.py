@@ -8,7 +8,25 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxrl.config.objective_requirements import has_critic, needs_reference
+from jaxrl.config.trainer import TrainerConfig
 from jaxrl.config_error import fail
+from jaxrl.hub import check_folder
+
+
+def check_models(trainer: TrainerConfig) -> None:
+    """Refuse paths of models beside the policy's that a run reads, and that are not there.
+
+    Those of the hub are fetched.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    ref, critic = trainer.ref.model.path, trainer.critic.model.path
+    if ref is not None and needs_reference(trainer.algorithm):
+        check_folder("trainer.ref.model.path", ref)
+    if critic is not None and has_critic(trainer):
+        check_folder("trainer.critic.model.path", critic)
 
 
 def check_ids(

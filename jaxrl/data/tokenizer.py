@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from jaxrl.config_error import fail
+from jaxrl.hub import check_folder, local_folder, unfetched
+
 if TYPE_CHECKING:  # two seconds, which a page without texts need not wait for
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -19,6 +22,8 @@ _VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+
+_SUFFIXES = ".json", ".model", ".txt", ".jinja"  # of what a tokenizer is read from
 
 _WORDS = "d41d8cd98f00b204"  # what a user says where only what follows it is looked at
 
@@ -47,28 +52,10 @@ def load_tokenizer(
         chat_template_file: a Jinja file used instead of the tokenizer's own chat template.
 
     Raises:
+        FileNotFoundError: no such folder or model.
         ValueError: no tokenizer there, no chat template, or no end-of-sequence token.
     """
-    from transformers import AutoTokenizer
-
-    _check_folder(folder_or_id)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder_or_id), trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(
-            f"{str(folder_or_id)!r} is neither a local folder nor a Hugging Face model that can "
-            f"be reached from here; give the path of a folder that holds tokenizer.json ({error})"
-        ) from error
-    except Exception as error:  # of a file that is not whole, whatever reads it
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"the tokenizer of {str(folder_or_id)!r} is code in that folder, which jaxrl does "
-                "not run; give a folder whose tokenizer.json holds it"
-            ) from error
-        raise ValueError(
-            f"the tokenizer of {str(folder_or_id)!r} cannot be read ({type(error).__name__}: "
-            f"{error}); copy its files again"
-        ) from error
+    tokenizer = _read(folder_or_id)
     if chat_template_file is not None:
         path = Path(chat_template_file)
         if not path.is_file():
@@ -91,15 +78,34 @@ def load_tokenizer(
     return tokenizer
 
 
-def _check_folder(folder_or_id: str | Path) -> None:
-    folder = Path(folder_or_id)
-    if not folder.is_dir():
-        return
-    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+def _read(folder_or_id: str | Path) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = local_folder(folder_or_id)
+    if not _has_vocabulary(folder):
         raise ValueError(
             f"folder {str(folder)!r} holds no tokenizer: none of {', '.join(_VOCABULARY_FILES)} "
             "is in it; copy the tokenizer files of the model there"
         )
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _SUFFIXES and (problem := unfetched(path)):
+            raise ValueError(f"{path} {problem}")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # of a file that is not whole, whatever reads it
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the tokenizer of {str(folder_or_id)!r} is code in that folder, which jaxrl does "
+                "not run; give a folder whose tokenizer.json holds it"
+            ) from error
+        raise ValueError(
+            f"the tokenizer of {str(folder_or_id)!r} cannot be read ({type(error).__name__}: "
+            f"{error}); copy its files, and config.json beside them, again"
+        ) from error
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", folder_or_id: str | Path) -> None:
@@ -112,20 +118,24 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", folder_or_id: str | P
     Raises:
         ValueError: a token has another id there.
     """
-    from transformers import AutoTokenizer
-
-    folder = Path(folder_or_id)
-    if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+    field = "trainer.ref.model.path"
+    check_folder(field, folder_or_id)
+    if not _has_vocabulary(local_folder(folder_or_id)):
         return
-    theirs = AutoTokenizer.from_pretrained(str(folder_or_id), trust_remote_code=False).get_vocab()
+    try:
+        theirs = _read(folder_or_id).get_vocab()
+    except ValueError as error:
+        fail(field, str(folder_or_id), str(error))
     ours = tokenizer.get_vocab()
     different = [token for token in sorted(ours) if theirs.get(token) != ours[token]]
     if different:
         token = different[0]
-        raise ValueError(
-            f"trainer.ref.model.path={str(folder_or_id)!r} has another vocabulary than the policy: "
-            f"{len(different)} of {len(ours)} tokens differ, e.g. {token!r} is {ours[token]} for "
-            f"the policy and {theirs.get(token)} there. Set a model with the policy's tokenizer"
+        fail(
+            field,
+            str(folder_or_id),
+            f"has another vocabulary than the policy: {len(different)} of {len(ours)} tokens "
+            f"differ, e.g. {token!r} is {ours[token]} for the policy and {theirs.get(token)} "
+            "there. Set a model with the policy's tokenizer",
         )
 
 

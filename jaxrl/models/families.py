@@ -7,6 +7,7 @@ gives the same architecture, so an export never describes another model.
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -666,9 +667,22 @@ def config_from_hf(
     changes = dict(overrides or {})
     _check_overrides(changes, hf_config, model_type)
     rope_changes = {k: changes.pop(k) for k in ("rope_theta", "rope_scaling") if k in changes}
-    values = DEFAULTS | FAMILIES[model_type].defaults | dict(hf_config) | changes
+    defaults = DEFAULTS | FAMILIES[model_type].defaults
+    values = defaults | dict(hf_config) | changes
+    _check_numbers(values, defaults)
     config = _parse(model_type, values)
     return dataclasses.replace(config, **_rope_overrides(config, values, rope_changes))
+
+
+def _check_numbers(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse text where a number is, or true and false, which would fail somewhere else."""
+    sizes = (*SIZES.values(), "num_key_value_heads", "head_dim")
+    for name, value in values.items():
+        quoted = isinstance(value, str) and re.fullmatch(r"[-+.\deE]+|(?i:true|false)", value)
+        if name in sizes and not isinstance(value, int | None):
+            raise ValueError(f"config.json: {name}={value!r} is no whole number; write it as one")
+        if quoted and isinstance(defaults.get(name), int | float):
+            raise ValueError(f"config.json: {name}={value!r} is text; write it without quotes")
 
 
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:

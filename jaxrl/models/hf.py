@@ -5,7 +5,6 @@ before the next is read: a host holds at most the slices of one leaf that its ow
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -16,14 +15,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from jaxrl.files import FolderError
+from jaxrl.hub import local_folder, unfetched
 from jaxrl.models.architecture import NOT_OF_WEIGHTS, Origin, OriginTensors
 from jaxrl.models.families import TIED, config_from_hf, text_config, with_entries
 from jaxrl.models.mxfp4 import with_mxfp4
@@ -49,10 +47,6 @@ from jaxrl.parallel.processes import put
 SINGLE_FILE = "model.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")
 INDEX_FILE = "model.safetensors.index.json"
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# What a model folder needs; subfolders and "consolidated" files repeat the weights in other forms.
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-HUB_IGNORED = ["*/*", "consolidated*"]
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 TIE_ROWS = 8192  # that are compared at a time
 # Where a multimodal model keeps its text model (transformers 4, 5), and the rest of it.
@@ -125,40 +119,6 @@ def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
-def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder itself, or the local copy of a hub model, fetched if it is not there yet.
-
-    Raises:
-        FileNotFoundError: neither a folder nor a model that the hub gives.
-    """
-    path = Path(folder)
-    if path.is_dir():
-        return path
-    if not HUB_ID.fullmatch(str(folder)):
-        raise FileNotFoundError(
-            f"{path} is not a folder; give a local Hugging Face model folder or the id of a hub "
-            "model, OWNER/NAME"
-        )
-    return _downloaded(str(folder))
-
-
-@functools.cache
-def _downloaded(hub_id: str) -> Path:
-    try:
-        snapshot = huggingface_hub.snapshot_download(
-            hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED
-        )
-    except (OSError, HFValidationError) as error:  # the hub's errors are OSErrors
-        cause = " ".join(str(error).split()).rstrip(".")
-        raise FileNotFoundError(
-            f"{hub_id!r} is neither a folder nor a model that the Hugging Face hub gives: {cause}. "
-            "Correct the path or the id (how to get a folder that a recipe names, the recipe's "
-            "header says); for a gated model log in with `hf auth login`; without a network run "
-            f"`hf download {hub_id} --local-dir FOLDER` elsewhere and give FOLDER"
-        ) from error
-    return Path(snapshot)
-
-
 def load_params(
     folder: str | os.PathLike[str],
     config: TransformerConfig,
@@ -207,7 +167,7 @@ def _open_tensors(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     slices: dict[str, Any] = {}
     with ExitStack() as stack:
         for path in _weight_files(local_folder(folder)):
-            file = stack.enter_context(_open(path))
+            file = stack.enter_context(open_file(path))
             names = file.keys()  # not a dict: it does not iterate
             slices |= {name: file.get_slice(name) for name in names}
         yield slices
@@ -350,11 +310,17 @@ def eos_sources(folder: str | os.PathLike[str]) -> dict[int, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file; the error names it if it is none."""
+    """Read the object in a JSON file; the error names the file if it holds none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); copy the file again") from error
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        problem = unfetched(path) or f"is not valid JSON in UTF-8 ({error}); copy the file again"
+        raise ModelError(f"{path} {problem}") from error
+    if not isinstance(found, dict):
+        raise ModelError(
+            f"{path} holds a {type(found).__name__}, not an object {{...}}; copy the file again"
+        )
+    return found
 
 
 def text_name(name: str) -> str:
@@ -365,13 +331,13 @@ def text_name(name: str) -> str:
     return name
 
 
-def _open(path: Path) -> Any:
+def open_file(path: Path) -> Any:
+    """Open a safetensors file; the error names it if it is none, or not whole."""
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ModelError(
-            f"{path} is not a whole safetensors file ({error}); download it again"
-        ) from error
+        problem = unfetched(path) or f"is not a whole safetensors file ({error}); download it again"
+        raise ModelError(f"{path} {problem}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -398,7 +364,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _tensor_names(folder: str | os.PathLike[str]) -> set[str]:
     names: set[str] = set()
     for path in _weight_files(local_folder(folder)):
-        with _open(path) as file:
+        with open_file(path) as file:
             names |= set(file.keys())
     return names
 

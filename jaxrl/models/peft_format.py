@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from safetensors.numpy import load_file
 
 from jaxrl.models.export import save_tokenizer, whole_folder, write_json, write_tensors
 from jaxrl.models.families import MULTIMODAL
-from jaxrl.models.hf import VISION, read_json, text_name
+from jaxrl.models.hf import VISION, open_file, read_json, text_name
 from jaxrl.models.lora import (
     OF_EXPERT,
     LoraConfig,
@@ -164,8 +163,9 @@ def load_adapter(
     path = Path(folder)
     settings = read_json(path / CONFIG_FILE)
     _refuse_other_kinds(path / CONFIG_FILE, settings)
-    tensors = load_file(path / TENSOR_FILE)
-    found = {PREFIX + text_name(name.removeprefix(PREFIX)): x for name, x in tensors.items()}
+    with open_file(path / TENSOR_FILE) as file:
+        names = {PREFIX + text_name(name.removeprefix(PREFIX)): name for name in [*file.keys()]}
+        found = {ours: file.get_tensor(name) for ours, name in names.items()}
     lora = LoraConfig(
         model,
         _modules(path / TENSOR_FILE, model, found),

@@ -17,6 +17,7 @@ from jaxrl.data.prompts import load_prompts, read_rows
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.envs import ADAPTERS, load
 from jaxrl.functions import called_name, import_call
+from jaxrl.hub import check_folder
 from jaxrl.models.hf import max_positions
 from jaxrl.records.callbacks import TrainingCallback
 from jaxrl.records.resume_identity import changed_fields
@@ -203,6 +204,7 @@ def _chosen(config: cfg.TrainConfig, given: Mapping[str, Any], tiny: bool) -> di
     """Return what the data and the model say of fields that nobody has set."""
     model, template = config.trainer.policy.model.path, config.generator.chat_template
     assert model is not None
+    check_folder("trainer.policy.model.path", model)
     own = template.name_or_path if template.source == "file" else None
     prompts, _ = load_prompts(
         config.data.train_data,

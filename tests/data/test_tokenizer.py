@@ -120,7 +120,7 @@ def test_folder_with_config_but_without_tokenizer(tmp_path):
 
 
 def test_missing_folder_is_named():
-    with pytest.raises(ValueError, match="'/no/such/folder' is neither a local folder nor"):
+    with pytest.raises(FileNotFoundError, match=r"/no/such/folder is not a folder; give a local"):
         load_tokenizer("/no/such/folder")
 
 

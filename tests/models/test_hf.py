@@ -22,6 +22,7 @@ from transformers import (
     Gemma3ForConditionalGeneration,
 )
 
+from jaxrl import hub as hub_module
 from jaxrl.models import (
     TransformerConfig,
     config_from_hf,
@@ -256,9 +257,9 @@ def hub_fixture(folder, tmp_path, monkeypatch) -> Path:
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("abc")
     shutil.copytree(folder, repo / "snapshots" / "abc")
-    hf._downloaded.cache_clear()
+    hub_module._downloaded.cache_clear()
     yield repo
-    hf._downloaded.cache_clear()
+    hub_module._downloaded.cache_clear()
 
 
 def test_a_hub_id_stands_for_a_folder(hub):

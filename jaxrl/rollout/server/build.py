@@ -14,6 +14,7 @@ from jaxrl.config.model_limits import check_ids, warn_of_positions
 from jaxrl.config.platform_defaults import settle
 from jaxrl.data.tokenizer import known_ids, load_tokenizer
 from jaxrl.files import as_path, missing_packages_named
+from jaxrl.hub import check_folder
 from jaxrl.models import hf
 from jaxrl.models.architecture import with_known_ids
 from jaxrl.models.placement import place_model
@@ -74,6 +75,7 @@ def make_server(config: Any, devices: Sequence[Any] | None = None) -> HttpServer
         with missing_packages_named("serve.weights_root", serve.weights_root):
             as_path("serve.weights_root", serve.weights_root).exists()
     enable_cache(trainer.compilation_cache_path)
+    check_folder("trainer.policy.model.path", path)
     tokenizer: Any = load_tokenizer(
         path, template.name_or_path if template.source == "file" else None
     )

@@ -10,8 +10,8 @@ import jax
 
 from jaxrl import config as cfg
 from jaxrl.files import as_path, missing_packages_named
+from jaxrl.hub import HUB_ID
 from jaxrl.models.adapter import AdaptedModel
-from jaxrl.models.hf import HUB_ID
 from jaxrl.models.lora import attach
 from jaxrl.models.peft_format import CONFIG_FILE, load_adapter
 from jaxrl.models.placement import model_shardings, placed_params

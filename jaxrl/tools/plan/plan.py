@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from jaxrl import config as cfg
 from jaxrl.array_ops import DTYPES
-from jaxrl.config.model_limits import check_ids
+from jaxrl.config.model_limits import check_ids, check_models
 from jaxrl.config.platform_defaults import settle, settle_evaluation
 from jaxrl.data.prompts import read_rows
+from jaxrl.hub import check_folder
 from jaxrl.models import hf
 from jaxrl.models.kernels import HEAD_LOG_PROBS, OPERATIONS, PAGED_ATTENTION
 from jaxrl.models.kernels.choice import Facts, Operation
@@ -137,6 +138,8 @@ def make_plan(
     role = config.trainer.policy
     assert role.model.path is not None  # validated
     path = role.model.path
+    check_folder("trainer.policy.model.path", path)
+    check_models(config.trainer)
     model = hf.load_config(path, cfg.model_overrides(config.trainer, role))
     check_ids("trainer.policy.model.path", path, model.vocab_size, ends=hf.eos_sources(path))
     config = settle_evaluation(config, _evaluated(config), recorded).config

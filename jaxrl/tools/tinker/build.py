@@ -17,6 +17,7 @@ from jaxrl.config.model_limits import check_ids, warn_of_positions
 from jaxrl.config.platform_defaults import settle
 from jaxrl.data.tokenizer import known_ids, load_tokenizer
 from jaxrl.files import writable_folder
+from jaxrl.hub import check_folder
 from jaxrl.models import hf
 from jaxrl.models.architecture import keeps_states, with_known_ids
 from jaxrl.models.export import untied
@@ -144,6 +145,7 @@ def make_server(config: Any) -> Server:
     keys = Keys(read_keys(limits.keys_file, settings.http_endpoint_host))
     root = Path(writable_folder("tinker.root", limits.root))
     enable_cache(trainer.compilation_cache_path)
+    check_folder("trainer.policy.model.path", path)
     tokenizer: Any = load_tokenizer(path, None)
     model = hf.load_config(path, cfg.model_overrides(trainer, trainer.policy))
     if model.experts is not None or keeps_states(model) or model.latent is not None:
