@@ -1,5 +1,6 @@
 """Read the messages of a row of a data set, and say what is wrong with it."""
 
+import json
 from typing import Any
 
 from jaxrl.types import Message
@@ -24,6 +25,11 @@ def messages_of(value: Any, column: str, role: str = "user") -> list[Message]:
     if not value:
         raise BadRow(f"the {column} is empty")
     if isinstance(value, str):
+        if _is_json_of_messages(value):
+            raise BadRow(
+                f"the {column} is messages written as JSON text: write the list itself, "
+                "json.loads(text); if the text is what is said, [{'role': ..., 'content': text}]"
+            )
         return [{"role": role, "content": value}]
     for number, message in enumerate(value):
         if problem := _find_message_problem(message):
@@ -33,6 +39,16 @@ def messages_of(value: Any, column: str, role: str = "user") -> list[Message]:
         {key: item for key, item in message.items() if item is not None or key == "content"}
         for message in value
     ]
+
+
+def _is_json_of_messages(text: str) -> bool:
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return bool(found) and not any(map(_find_message_problem, found))
 
 
 def _find_message_problem(message: Any) -> str | None:

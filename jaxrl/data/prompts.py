@@ -6,8 +6,10 @@ reaches the environment as `extras`.
 """
 
 import difflib
+import glob
 import inspect
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,8 @@ from jaxrl.data.benchmarks import BENCHMARKS
 from jaxrl.data.messages import BadRow, messages_of
 from jaxrl.data.tokenizer import encode_prompt
 from jaxrl.functions import import_named, parse_call, place_of
-from jaxrl.types import Message, Prompt
+from jaxrl.hub import unfetched
+from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 _GENERATOR = re.compile(
     r"(?P<module>[A-Za-z_][\w.]*):(?P<call>[A-Za-z_]\w*\s*(\(.*\))?)", re.DOTALL
 )
+_LIKE_A_PATH = re.compile(r"\S*[/.]\S*")  # or a data set of the hub
 _MAX_REPORTED_ROWS = 5
 Row = TypeVar("Row")
 
@@ -120,11 +124,15 @@ def load_prompts(
         raise ValueError("no data source was given")
     prompts, dropped_lengths, dropped = [], [], [0] * len(sources)
     for source_index, source in enumerate(sources):
-        for row_number, row in enumerate(load_rows(source)):
+        rows, refused = load_rows(source), list[str]()
+        for row_number, row in enumerate(rows):
             messages = row.pop("prompt")
             env_class = row.pop("env_class", None) or default_env_class
-            where = f"row {row_number} of {source}"
-            tokens = _encode(tokenizer, messages, chat_template_kwargs or {}, where)
+            try:
+                tokens = encode_prompt(tokenizer, messages, **(chat_template_kwargs or {}))
+            except Exception as error:  # a template may refuse a role, or a conversation
+                refused.append(f"row {row_number}: {type(error).__name__}: {error}")
+                continue
             if len(tokens) <= max_prompt_length:
                 uid = f"{source_index}:{row_number}"
                 prompts.append(
@@ -133,6 +141,11 @@ def load_prompts(
             else:
                 dropped_lengths.append(len(tokens))
                 dropped[source_index] += 1
+        if refused:
+            raise ValueError(
+                f"the chat template refuses rows; change them, or the template "
+                f"(generator.chat_template). {bad_rows(_called(source), refused, len(rows))}"
+            )
     if not prompts:
         raise ValueError(
             f"all {len(dropped_lengths)} prompts are longer than max_prompt_length="
@@ -152,11 +165,29 @@ def check_files(sources: Sequence[str]) -> None:
     """
     missing = [source for source in sources if is_file(source) and not Path(source).is_file()]
     if missing:
+        for source in missing:
+            if files := _files_meant(source):
+                raise ValueError(f"data file {source!r} is {files}")
         named = ", ".join(map(repr, missing))
         subject = f"data file {named} does" if len(missing) == 1 else f"data files {named} do"
         commands = "; ".join(dict.fromkeys(filter(None, map(_command_for, missing))))
         fix = f". To write: {commands}" if commands else ""
         raise ValueError(f"{subject} not exist (looked in {Path.cwd()}){fix}")
+
+
+def _files_meant(source: str) -> str:
+    """Say of a folder or a pattern what it is, and which files to name; "" of anything else."""
+    if source and Path(source).is_dir():
+        kind, folder = "a folder", glob.escape(source.rstrip("/"))
+        patterns = [f"{folder}/*", f"{folder}/*/*"]  # partitions have folders, too
+    elif glob.has_magic(source) and _LIKE_A_PATH.fullmatch(source):
+        kind, patterns = "a pattern, which is not expanded", [source]
+    else:
+        return ""
+    found = sorted(name for pattern in patterns for name in filter(is_file, glob.glob(pattern)))
+    shown = [*map(repr, found[:_MAX_REPORTED_ROWS]), *["..."] * (len(found) > _MAX_REPORTED_ROWS)]
+    held = f"[{', '.join(shown)}]" if found else f"{', '.join(_READERS)}; here are none"
+    return f"{kind}; name its files: {held}"
 
 
 def is_file(source: str) -> bool:
@@ -179,14 +210,29 @@ def read_rows(source: str) -> Iterable[Any]:
         return read()
     if reader := _READERS.get(Path(source).suffix.lower()):
         check_files([source])
+        if problem := unfetched(Path(source)):
+            raise ValueError(f"{source} {problem}")
         return reader(Path(source))
     if match := _GENERATOR.fullmatch(source.strip()):
         return _generate(source, match["module"], match["call"])
+    if files := _files_meant(source):
+        raise ValueError(f"data source {source!r} is {files}")
+    kinds = (
+        f"data source {source!r} is not a .parquet, .jsonl or .json file nor a generator written "
+        "'pkg.module:function(name=value, ...)'"
+    )
+    path = Path(source)
+    if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst", ".zip"):
+        raise ValueError(f"{kinds}; unpack it first")
+    if path.is_file():
+        raise ValueError(f"{kinds}; write its rows as one of these, a line of JSON for each")
+    if _LIKE_A_PATH.fullmatch(source):
+        raise ValueError(
+            f"{kinds}; of a data set of the Hugging Face hub, name a parquet file that you have "
+            "downloaded"
+        )
     raise ValueError(
-        f"data source {source!r} is not a .parquet, .jsonl or .json file nor a generator "
-        "written 'pkg.module:function(name=value, ...)'; data sets of the Hugging Face hub are "
-        "read from a downloaded parquet file. If these are prompts, write rows: "
-        f"data=[{{'prompt': {source!r:.60}}}, ...]"
+        f"{kinds}. If these are prompts, write rows: data=[{{'prompt': {source!r:.60}}}, ...]"
     )
 
 
@@ -195,13 +241,18 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
-    except pa.ArrowInvalid as error:
+    except pa.ArrowNotImplementedError as error:  # nested columns above 2 GB in one group of rows
+        raise ValueError(
+            f"{path} has a column that Arrow cannot read ({error}); write the file again in "
+            "smaller groups of rows, pyarrow.parquet.write_table(..., row_group_size=1000)"
+        ) from error
+    except pa.ArrowException as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # with a mark of byte order, or without
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error}); write it so") from error
 
@@ -281,22 +332,6 @@ def _find_function(source: str, module_name: str, function_name: str) -> Callabl
     return function
 
 
-def _encode(
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Message],
-    chat_template_kwargs: Mapping[str, Any],
-    where: str,
-) -> list[int]:
-    try:
-        return encode_prompt(tokenizer, messages, **chat_template_kwargs)
-    except Exception as error:
-        # A chat template may refuse a conversation, for example one with a system message.
-        raise ValueError(
-            f"the chat template refuses {where} ({type(error).__name__}: {error}); change the row, "
-            "or the template (generator.chat_template)"
-        ) from error
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -322,4 +357,8 @@ def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
         raise BadRow("the prompt is null")
     if not isinstance(row.get("env_class"), str | None):
         raise BadRow(f"env_class is not a string: {row['env_class']!r}")
+    spec = row.get("reward_spec")
+    truth = spec.get("ground_truth") if isinstance(spec, dict) else None
+    if isinstance(truth, float) and math.isnan(truth):  # how pandas says that there is none
+        row["reward_spec"] = {**spec, "ground_truth": None}
     return {**row, "prompt": messages_of(row["prompt"], "prompt")}

@@ -1,6 +1,7 @@
 """Reading data sets, filtering prompts, and the order of batches."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -237,6 +238,72 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
         load_rows(str(tmp_path / "a.jsonl"))
 
 
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    for name in ("a.jsonl", "a.json"):
+        content = b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n'
+        (tmp_path / name).write_bytes(content)
+        prompts = [row["prompt"] for row in load_rows(str(tmp_path / name))]
+        assert prompts == [user("a"), user("b")]
+
+
+def test_what_is_no_file_of_rows_is_told_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts.parquet").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "parts.parquet/0.parquet", "parts.parquet/_SUCCESS"):
+        (tmp_path / name).write_text("")
+    for name in ("packed.jsonl.gz", "table.csv"):
+        (tmp_path / name).write_text("prompt")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1\n"
+    for name in ("unfetched.parquet", "unfetched.jsonl"):
+        (tmp_path / name).write_text(pointer)
+    for source, said in {
+        "parts.parquet": "a folder; name its files: ['parts.parquet/0.parquet']",
+        "parts.parquet/": "a folder; name its files: ['parts.parquet/0.parquet']",
+        "*.jsonl": "a pattern, which is not expanded; name its files: "
+        "['a.jsonl', 'b.jsonl', 'unfetched.jsonl']",
+        "none*.jsonl": "not expanded; name its files: .parquet, .jsonl, .json; here are none",
+        "packed.jsonl.gz": "unpack it first",
+        "table.csv": "write its rows as one of these",
+        "openai/gsm8k": "name a parquet file that you have downloaded",
+        "what is 1 + 1?": "If these are prompts, write rows",
+        "unfetched.parquet": "git lfs pull",
+        "unfetched.jsonl": "git lfs pull",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(said)) as error:
+            load_rows(source)
+        assert ("If these are prompts" in str(error.value)) is (source == "what is 1 + 1?")
+
+
+def test_messages_as_json_text_are_refused_and_other_text_is_not(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": json.dumps(user("hi"))}])
+    with pytest.raises(ValueError, match=r"row 0: the prompt is messages written as JSON text: "):
+        load_rows(path)
+    texts = ["[1, 2]", "[]", '[{"role": "user"}]', "[not JSON", '{"role": "user"}']
+    path = write_jsonl(tmp_path / "b.jsonl", [{"prompt": text} for text in texts])
+    assert [row["prompt"] for row in load_rows(path)] == [user(text) for text in texts]
+
+
+def test_a_truth_that_is_no_number_is_none(tmp_path):
+    rows = [{"prompt": "1", "reward_spec": {"ground_truth": x}} for x in (2.0, math.nan)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for path in (str(tmp_path / "a.parquet"), write_jsonl(tmp_path / "a.jsonl", rows)):
+        truths = [row["reward_spec"]["ground_truth"] for row in load_rows(path)]
+        assert truths == [2.0, None]
+
+
+def test_a_parquet_file_that_arrow_cannot_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1"}]), path)
+
+    class Nested(pq.ParquetFile):
+        def iter_batches(self):  # as of 2 GB in one group of rows
+            raise pa.ArrowNotImplementedError("Nested data conversions not implemented")
+
+    monkeypatch.setattr(pq, "ParquetFile", Nested)
+    with pytest.raises(ValueError, match=r"a.parquet has a column .*Nested data.*row_group_size"):
+        load_rows(str(path))
+
+
 def test_module_that_lacks_an_import_says_so(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -303,13 +370,18 @@ def test_chat_template_kwargs_reach_the_template(tmp_path):
 
 
 def test_template_that_refuses_a_row_names_it(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2"}])
+    rows = [{"prompt": "1"}, {"prompt": "2"}, {"prompt": "2"}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
     tokenizer = load_tokenizer(TINY)
     tokenizer.chat_template = (
         "{% if messages[0]['content'] == '2' %}{{ raise_exception('no twos') }}{% endif %}1"
     )
-    with pytest.raises(ValueError, match=f"template refuses row 1 of {path} .*: no twos"):
+    with pytest.raises(ValueError, match="the chat template refuses rows") as error:
         load([path], tokenizer)
+    first, *listed = str(error.value).splitlines()
+    assert first.endswith(f"{path}: 2 of 3 rows are bad:")
+    assert [line.split(":")[0] for line in listed] == ["  row 1", "  row 2"]
+    assert all("no twos" in line for line in listed)
 
 
 @pytest.mark.parametrize(
