@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"no recipe has {' and '.join(words)} in its name or purpose")
     width = max(map(len, shown)) + 2
     for name, what in shown.items():
-        room = 100 - width
+        room = 100 - width if sys.stdout.isatty() else len(what)  # a pipe or a file has no width
         print(f"{name:{width}}{what if len(what) <= room else what[: room - 3] + '...'}")
     return cli.DONE
 

@@ -477,6 +477,7 @@ class BasePPOExp:
             positions=None if isinstance(model, AdaptedModel) else hf.max_positions(path),
             vocabulary=None if isinstance(model, AdaptedModel) else model.vocab_size,
             platform=jax.default_backend(),
+            devices=mesh.size,
         )
         self.report_data(trainer)
         trainer.recorder.show_card(

@@ -117,6 +117,8 @@ TRAIN = [
     # fields
     (["--config.trainer.seed=-1"], ["trainer.seed=-1", "must be 0 or more"]),
     ([f"--config.trainer.seed={2**70}"], [f"trainer.seed={2**70}", "below 2**63"]),
+    (['--config.data.train_data=["a.jsonl"'], ["data.train_data", "a bracket or a quote is miss"]),
+    (["--config.trainer.trian=1"], ["'trainer.trian'", "Fields of Tr", "more (docs/configuration"]),
     (["--config.trainer.epochs=0"], ["trainer.epochs=0", "set it to 1 or more"]),
     (["--config.trainer.logger=wandbb"], ["trainer.logger", "'wandbb'", "did you mean 'wandb'"]),
     (
@@ -205,7 +207,26 @@ TRAIN = [
         ["trainer.resume_path='runs/before' must end in global_step_<N>"],
     ),
     (["--config.trainer.resume_mode=from_path"], ["trainer.resume_path=None", "set the folder"]),
-    (["--config.trainer.policy.model.path=nowhere"], ["nowhere is not a folder", "OWNER/NAME"]),
+    (
+        ["--config.trainer.policy.model.path=nowhere"],
+        [f"{POLICY}='nowhere': nowhere is not a folder", "OWNER/NAME"],
+    ),
+    (["--config.trainer.policy.model.path=no/model"], [f"{POLICY}='no/model'", "hub gives"]),
+    (
+        [
+            "--config.trainer.ref.model.path=no/model",
+            "--config.trainer.algorithm.use_kl_loss=True",
+        ],
+        ["trainer.ref.model.path='no/model'", "hub gives"],
+    ),
+    (
+        [
+            "--config.trainer.critic.model.path=no/model",
+            "--config.trainer.algorithm.advantage_estimator=gae",
+            "--config.trainer.critic_mini_batch_size=4",
+        ],
+        ["trainer.critic.model.path='no/model'", "hub gives"],
+    ),
 ]
 
 
@@ -292,6 +313,12 @@ def cut(name, to=0):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:to])
 
 
+def pointer(name):
+    """Leave of a file what git leaves of one that Git LFS keeps, where that is not installed."""
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+    return lambda folder: (folder / name).write_text(text)
+
+
 MODELS = {
     "missing": (
         changed_tensors(model__norm__weight=None),
@@ -312,6 +339,25 @@ MODELS = {
         ["neither model.safetensors nor", "save_pretrained"],
     ),
     "config cut": (cut("config.json", 9), ["config.json is not valid JSON"]),
+    "config in another encoding": (
+        lambda folder: (folder / "config.json").write_bytes(b'{"model_type": "\xe9"}'),
+        ["config.json is not valid JSON in UTF-8", "again"],
+    ),
+    "config of a list": (
+        lambda folder: (folder / "config.json").write_text("[1, 2]"),
+        ["config.json holds a list, not an object"],
+    ),
+    "size as text": (
+        changed_json("config.json", hidden_size="64"),
+        ["config.json: hidden_size='64' is no whole number"],
+    ),
+    "number as text": (
+        changed_json("config.json", rms_norm_eps="1e-6"),
+        ["config.json: rms_norm_eps='1e-6' is text", "without quotes"],
+    ),
+    "config not fetched": (pointer("config.json"), ["config.json", "git lfs pull"]),
+    "weights not fetched": (pointer("model.safetensors"), ["model.safetensors", "git lfs pull"]),
+    "tokenizer not fetched": (pointer("tokenizer.json"), ["tokenizer.json", "git lfs pull"]),
     "family": (
         changed_json("config.json", model_type="llama4_text"),
         ["config.json: model_type='llama4_text' is not supported", "qwen3"],
@@ -401,6 +447,8 @@ COMMANDS = [
     ("serve", ["--config=recipe.py", "--port=99999"], ["99999"]),
     ("tinker", ["--config=recipe.py", "--config.tinker.max_rank=0"], ["tinker.max_rank=0"]),
     ("config.from_skyrl", ["nowhere.sh"], ["nowhere.sh"]),
+    ("config.from_skyrl", ["trainer.seed", "--output=o.py"], ["'trainer.seed'", "key.path=value"]),
+    ("new", ["class"], ["'class' is no name", "no word of the language"]),
     ("config.from_skyrl", ["trainer.seed"], ["'trainer.seed'", "key.path=value"]),
     ("data.prepare", ["gsm9k", "--output", "x"], ["gsm9k"]),
 ]

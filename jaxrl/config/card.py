@@ -28,7 +28,7 @@ from jaxrl.config.objective_requirements import (
     kl_in_loss,
     reduces_by_itself,
 )
-from jaxrl.config.placement import batch_groups
+from jaxrl.config.placement import batch_groups, fewest_devices
 from jaxrl.config.train_config import TrainConfig, resolve
 from jaxrl.config.trainer import TrainerConfig
 from jaxrl.data.microbatches import MAX_PER_ROW
@@ -53,18 +53,20 @@ class Card(str):
         return f"<table>{rows}</table>"
 
 
-def objective_card(config: TrainConfig, num_devices: int = 1, platform: Sequence[str] = ()) -> Card:
+def objective_card(
+    config: TrainConfig, num_devices: int | None = None, platform: Sequence[str] = ()
+) -> Card:
     """Return the resolved objective with its numbers, and the batch arithmetic.
 
     Args:
         config: is not changed; derived defaults are filled in by `resolve`.
-        num_devices: devices that the run will use.
+        num_devices: devices that the run will use; None = the fewest that its meshes allow.
         platform: what was chosen for fields that were "auto", and why.
     """
     return format_card(_parts(resolve(config), num_devices, platform))
 
 
-def folded_card(config: TrainConfig, num_devices: int = 1, width: int = WIDTH) -> Card:
+def folded_card(config: TrainConfig, num_devices: int | None = None, width: int = WIDTH) -> Card:
     """Return of the objective card what is minimised, the batch, and what no default run has.
 
     What is minimised is a sum of l: the line that says what l is stays, too.
@@ -83,7 +85,8 @@ def folded_card(config: TrainConfig, num_devices: int = 1, width: int = WIDTH) -
     return format_card(shown, width - LABELS)
 
 
-def _parts(config: TrainConfig, num_devices: int, platform: Sequence[str]) -> Parts:
+def _parts(config: TrainConfig, num_devices: int | None, platform: Sequence[str]) -> Parts:
+    num_devices = fewest_devices(config) if num_devices is None else num_devices
     trainer, samples = config.trainer, config.generator.n_samples_per_prompt
     algorithm = trainer.algorithm
     return [

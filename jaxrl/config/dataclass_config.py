@@ -18,6 +18,7 @@ from jaxrl.config_error import ConfigError, UnknownField, fail
 from jaxrl.pytrees import register_static
 
 Config = TypeVar("Config", bound="BaseConfig")
+SHOWN = 12  # fields of a config that the error of an unknown one names
 
 
 class Text(str):
@@ -262,7 +263,10 @@ def convert(value: Any, kind: Any, path: str, current: Any = None) -> Any:
             if fits:
                 return result
     lists = [member for member in _members(kind) if typing.get_origin(member) is list]
-    fix = f"; write \"['{value}']\"" if lists and isinstance(value, str) else ""
+    fix = ""
+    if lists and isinstance(value, str):
+        is_list = value.lstrip().startswith("[")  # and could not be read as one
+        fix = "; a bracket or a quote is missing" if is_list else f"; write \"['{value}']\""
     fix = "; leave it out" if candidates == [None] else fix
     raise ConfigError(path, _plain_text(value), f"expected {type_name(kind)}{fix}")
 
@@ -279,14 +283,15 @@ def type_name(kind: Any) -> str:
 
 
 def check_field(cls: type[BaseConfig], name: str, prefix: str) -> None:
-    """Raise ValueError unless the class has the field: with the nearest name, or all of them."""
+    """Raise ValueError unless the class has the field: with the nearest name, or the first."""
     names = list(field_types(cls))
     if name in names:
         return
     elsewhere = [k for k in _dotted_names(cls) if f".{name}." in f"{k}."]
     elsewhere = [f"{k}.".split(f".{name}.")[0] + f".{name}" for k in elsewhere]
     near = elsewhere[:1] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    fields = f"Fields of {cls.__name__}: {', '.join(names)}"
+    more = f" and {len(names) - SHOWN} more (docs/configuration.md)" if len(names) > SHOWN else ""
+    fields = f"Fields of {cls.__name__}: {', '.join(names[:SHOWN])}{more}"
     raise UnknownField(_join(prefix, name), _join(prefix, near[0]) if near else "", fields)
 
 

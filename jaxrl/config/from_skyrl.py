@@ -6,7 +6,8 @@
 
 A script is read as text and nothing of it is run: variables, arrays, sums, comparisons and the
 environment count, and a setting whose value only the run itself knows, such as `$(nproc)`, is named
-and left out. Arguments after a script are its own, and settings among them count last.
+and left out. Arguments after a script are its own, but for --output and --devices, and settings
+among them count last.
 Without --output the recipe is printed; --devices: how many it shall be valid on, default SkyRL's.
 Exit status: 0; 1 something that changes the run was left out; 2 the input cannot be read.
 """
@@ -16,7 +17,6 @@ from jaxrl import cli
 if __name__ == "__main__":
     cli.answer_early(__doc__)
 
-import argparse
 import os
 import re
 import sys
@@ -98,12 +98,12 @@ def from_yaml(path: Path, args: Sequence[str], num_devices: int | None = None) -
 @cli.command(__doc__, bare=cli.REFUSED, help_first=True, mendable=(*cli.MENDABLE, yaml.YAMLError))
 def main(argv: Sequence[str]) -> int:
     """Convert, write, report; see the module's docstring for the exit status."""
-    arguments = cli.Arguments()
+    arguments = cli.Arguments()  # any other option is of what is converted
     arguments.add_argument("--output")
     arguments.add_argument("--devices", type=int)
-    arguments.add_argument("args", nargs=argparse.REMAINDER)
-    options = arguments.parse_args(argv)
-    args = options.args or arguments.error("nothing to convert")
+    options, args = arguments.parse_known_args(argv)
+    if not args:
+        arguments.error("nothing to convert")
     result = _read(args, options.devices)
     source = args[0] if Path(args[0]).is_file() else "arguments"
     notes = [f"{result.verdict[0].upper()}{result.verdict[1:].removesuffix('.')}."]

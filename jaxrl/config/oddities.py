@@ -54,6 +54,7 @@ def warn_of_scale(
     positions: int | None,
     vocabulary: int | None,
     platform: str,
+    devices: int,
 ) -> None:
     """Warn of what does not fit the run, the model or the machine, once these are known.
 
@@ -63,6 +64,7 @@ def warn_of_scale(
         positions: that the model was made for; None: nobody says.
         vocabulary: ids that it has; None: nobody says.
         platform: of the devices: "cpu", "gpu", "tpu".
+        devices: of the policy.
     """
     trainer, odd = config.trainer, []
     optimizer = trainer.policy.optimizer_config
@@ -75,6 +77,12 @@ def warn_of_scale(
     warn_of_longest_row(config, positions)
     if vocabulary is not None:
         warn_of_stops(config.generator.sampling_params.stop_token_ids, vocabulary)
+    wanted = trainer.placement.policy_num_gpus_per_node
+    if wanted > devices:
+        odd.append(
+            f"trainer.placement.policy_num_gpus_per_node={wanted}: the policy has "
+            f"{devices}, all devices that there are; it is no request for more"
+        )
     if platform == "cpu" and trainer.bf16 is True:
         odd.append("trainer.bf16=True on a CPU, which is slower at it than in float32; set False")
     for oddity in odd:

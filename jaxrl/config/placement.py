@@ -147,6 +147,14 @@ def _engine_is_apart(config: TrainConfig) -> bool:
     return in_process(config) and not config.trainer.placement.colocate_all
 
 
+def fewest_devices(config: TrainConfig) -> int:
+    """Return how many devices the meshes of the models need at least."""
+    trainer = config.trainer
+    meshes = (role.mesh for role in (trainer.policy, trainer.ref, trainer.critic))
+    sizes = [dataclasses.astuple(mesh) for mesh in meshes if mesh is not None]
+    return math.lcm(*(math.prod(size for size in mesh if size > 0) for mesh in sizes))
+
+
 def batch_groups(config: TrainConfig, num_devices: int, role: str = "policy") -> int:
     """Count the groups of devices that hold different rows of a batch: data x fsdp by default.
 

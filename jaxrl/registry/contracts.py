@@ -5,6 +5,7 @@ that is wrong: a parameter, the returned form, a shape.
 """
 
 import contextlib
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -189,7 +190,10 @@ def check_hyperparameters(
             if name in by_position and name not in ESTIMATOR_SETTINGS:
                 remedy = f"'{name}' of '{label}' is not keyword-only: write *, before it"
                 fail(f"{field}.{name}", value, remedy)
-            remedy = f"'{label}' takes no such parameter, only {hyperparameters}"
+            near = difflib.get_close_matches(name, hyperparameters, n=1)
+            only = f"only {hyperparameters}" if hyperparameters else "and none at all"
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            remedy = f"'{label}' takes no such parameter, {only}{hint}"
             fail(f"{field}.{name}", value, remedy)
 
 

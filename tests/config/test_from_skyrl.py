@@ -274,6 +274,10 @@ def test_the_recipe_loads_as_what_was_converted(script, tmp_path, capsys):
     words += ["generator.chat_template_kwargs.enable_thinking=false", "environment.env_class=x"]
     assert main(["--output", str(output), str(script), *words]) == 1  # no environment x
     report = capsys.readouterr().out
+    behind = tmp_path / "behind.py"  # where other commands have their options
+    assert main([str(script), *words, "--output", str(behind)]) == 1
+    assert capsys.readouterr().out == report
+    assert behind.read_text() == output.read_text().replace(str(output), str(behind))
     assert "left out: the run is another one (1)\n  environment.env_class=x: known are" in report
     assert report.endswith("\nvalid on 4 devices\n")
     assert max(map(len, report.partition("\nchanged (")[0].splitlines())) <= 100

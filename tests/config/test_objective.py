@@ -192,7 +192,7 @@ INCOHERENT = [
     *(
         (
             {"advantage_estimator": name, "advantage_kwargs": {setting: 0.5}},
-            rf"advantage_kwargs.{setting}=0.5: .* takes no such parameter, only \[.*\]",
+            rf"advantage_kwargs.{setting}=0.5: .* takes no such parameter, (only \[.+\]|and none)",
         )
         for name, setting in (("grpo", "gamma"), ("rloo", "epsilon"), ("dr_grpo", "epsilom"))
     ),
@@ -480,7 +480,7 @@ def scale(platform="cpu", updates=3, positions=256, **changes):
     config = resolve(config)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        known = {"positions": positions, "vocabulary": 48, "platform": platform}
+        known = {"positions": positions, "vocabulary": 48, "platform": platform, "devices": 2}
         warn_of_scale(config, updates=updates, **known)
     return [str(warning.message) for warning in told]
 
@@ -506,3 +506,7 @@ def test_what_does_not_fit_run_model_or_machine_is_warned_of():
     (line,) = scale(**fits | {"trainer.bf16": "true"})
     assert line.startswith("trainer.bf16=True on a CPU")
     assert scale("tpu", **fits | {"trainer.bf16": "true"}) == []
+    counted = "trainer.placement.policy_num_gpus_per_node"
+    (line,) = scale(**fits | {counted: 8})
+    assert line.startswith(f"{counted}=8: the policy has 2, all devices that there are")
+    assert scale(**fits | {counted: 2}) == []

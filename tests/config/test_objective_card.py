@@ -291,6 +291,14 @@ def test_how_far_sampling_is_ahead(settings, line):
     assert line in objective_card(apply_overrides(TrainConfig(), changes))
 
 
+def test_the_card_of_a_mesh_needs_no_devices():
+    mesh = {"trainer.policy.mesh": {"expert": 4, "tensor": 2, "fsdp": -1}}
+    config = apply_overrides(TrainConfig(), mesh)
+    assert objective_card(config) == objective_card(config, num_devices=8)
+    assert "on each of 4 groups of 2 devices" in objective_card(config)
+    assert objective_card(TrainConfig()) == objective_card(TrainConfig(), num_devices=1)
+
+
 def test_a_notebook_shows_the_card_as_a_table():
     card = objective_card(TrainConfig())
     table = card._repr_html_()

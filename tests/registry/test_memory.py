@@ -52,7 +52,7 @@ def test_a_setting_of_an_estimator_with_memory():
     state, *_ = bind_estimator(algorithm)(state, token_level_rewards=ONES, **STEP)
     assert state["baseline"] == 3.5  # 0.75 x 4 + 0.25 x 2
     with pytest.raises(
-        ValueError, match="'running_baseline' takes no such parameter, only .'decay"
+        ValueError, match="'running_baseline' takes no such parameter, only .'decay'.*mean 'decay'"
     ):
         bind_estimator(algorithm_of(running_baseline, advantage_kwargs={"decays": 1}))
 

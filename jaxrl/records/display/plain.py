@@ -116,7 +116,7 @@ class Plain(Ticking):
     def stepped(self, step: int, metrics: dict[str, float]) -> None:
         """Print the line of a step where the last one is some seconds ago."""
         super().stepped(step, metrics)
-        if self.clock() - self._line >= STEP_SECONDS:
+        if self.course.watched() and self.clock() - self._line >= STEP_SECONDS:
             self._print(self.step_line())
 
     def tick(self) -> None:

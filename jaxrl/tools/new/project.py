@@ -1,6 +1,7 @@
 """Write the files of a project, from the templates beside this file."""
 
 import json
+import keyword
 from pathlib import Path
 
 FILES = ("recipe.py", "rewards.py", "test_rewards.py", "pytest.ini", "README.md")
@@ -14,10 +15,10 @@ def write_project(folder: Path) -> list[Path]:
         ValueError: the folder is there already, or its name is none for a run and a module.
     """
     name = folder.resolve().name
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(
-            f"{name!r} is no name for a project: letters, digits and _ as of a Python module, "
-            "e.g. my_project"
+            f"{name!r} is no name for a project: letters, digits and _ as of a Python module, no "
+            "word of the language, e.g. my_project"
         )
     if folder.exists():
         raise ValueError(f"{folder} is there already; choose another name, or delete it")

@@ -30,6 +30,17 @@ def test_a_line_every_few_seconds_and_one_at_the_end(capsys):
     ]
 
 
+def test_a_step_without_numbers_has_no_line(capsys):
+    clock = [0.0]
+    shown = Plain(Course("run", clock=lambda: clock[0]), clock=lambda: clock[0])
+    shown.course.begin(0, 3)
+    with shown:
+        shown.stepped(0, {})  # an evaluation of no prompts
+        clock[0] += 100.0
+        shown.stepped(1, {"reward/avg_raw_reward": 0.5})
+    assert capsys.readouterr().out == "step 1 of 3: reward 0.5\n"
+
+
 def test_what_takes_long_says_what_it_is(capsys):
     clock = [0.0]
     shown = Plain(Course("run"), clock=lambda: clock[0])
