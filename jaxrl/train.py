@@ -30,9 +30,14 @@ from jaxrl import activity
 from jaxrl.array_ops import DTYPES
 from jaxrl.config.dataclass_config import flatten
 from jaxrl.config.model_limits import check_ids, check_models, check_tokens
-from jaxrl.config.objective_requirements import needs_reference, updates_per_step
+from jaxrl.config.objective_requirements import (
+    estimator_row,
+    needs_reference,
+    updates_per_step,
+)
 from jaxrl.config.oddities import warn_of_scale
 from jaxrl.config.platform_defaults import Settled, settle, settle_evaluation, settle_ids
+from jaxrl.config_error import fail
 from jaxrl.data.card import DataCard, data_card
 from jaxrl.data.order import DataOrder
 from jaxrl.data.prompts import check_files, is_file, load_prompts
@@ -299,6 +304,16 @@ class BasePPOExp:
             return  # which may have environments of its own
         environment, max_turns = self.config.environment, self.config.generator.max_turns
         gym = environment.skyrl_gym
+        terms = RewardTerms(environment.reward_weights, environment.reward_functions)
+        row = estimator_row(self.config.trainer.algorithm)
+        if row and row.needs_terms and terms.abstaining:
+            fail(
+                "environment.reward_functions",
+                environment.reward_functions,
+                f"'{terms.abstaining[0]}' may have no opinion, by its annotation, and the "
+                f"estimator '{row.fn.__name__}' compares each term in its group: let it "
+                "return a number",
+            )
         settings = cfg.get_config_as_dict(gym)
         check_environments(prompts, settings, max_turns, make=not gym.ray_env_workers)
         if gym.ray_env_workers:
@@ -306,7 +321,7 @@ class BasePPOExp:
         try:
             try_environments(
                 prompts,
-                RewardTerms(environment.reward_weights, environment.reward_functions),
+                terms,
                 self.tokenizer,
                 env_config=settings,
                 max_turns=max_turns,

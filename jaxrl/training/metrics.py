@@ -67,17 +67,22 @@ def generate_metrics(output: GeneratorOutput, known_ids: int) -> Metrics:
 
 
 def reward_term_metrics(terms: Sequence[Mapping[str, float]]) -> Metrics:
-    """Return `reward/<term>/mean` and `/std` over judged trajectories, before the weights."""
+    """Return `reward/<term>/mean` and `/std` over judged trajectories, before the weights.
+
+    Where not all of them have the term, `/abstained` is the share of those that have others.
+    """
     columns: dict[str, list[float]] = {}
     for terms_of_trajectory in terms:
         for name, value in terms_of_trajectory.items():
             columns.setdefault(name, []).append(value)
+    judged = sum(map(bool, terms))
     statistics = {"mean": np.mean, "std": np.std}
+    shares = {name: 1 - len(column) / judged for name, column in columns.items()}
     return {
         f"reward/{name}/{kind}": float(of(column))
         for name, column in columns.items()
         for kind, of in statistics.items()
-    }
+    } | {f"reward/{name}/abstained": share for name, share in shares.items() if share}
 
 
 def rollout_metrics(

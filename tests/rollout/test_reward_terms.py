@@ -105,6 +105,7 @@ def test_metrics_of_terms():
         "reward/a/std": 1.0,
         "reward/b/mean": 4.0,
         "reward/b/std": 0.0,
+        "reward/b/abstained": 0.5,
     }
 
 
@@ -181,6 +182,50 @@ def test_an_environment_without_a_reward_of_its_own():
     output = talk(functions=["matches"], prompts=rows)
     assert output["rewards"] == [1.0, 0.0]
     assert [sum(mask) for mask in output["loss_masks"]] == [3, 3]  # "34<end>", one turn
+
+
+def of_short(action) -> float | None:
+    """Judges a single character."""
+    return 4.0 if len(action) == 1 else None
+
+
+def forgetful(action) -> None:
+    return None
+
+
+def test_who_has_no_opinion_of_a_turn_leaves_its_weight_to_the_others():
+    weights = {"environment": 3.0, "of_short": -1.0, "brevity": 1.0}
+    output = talk(weights=weights, functions=["of_short", "brevity"])
+    # "34": 3 x 1 + 0 of weights that are 4 of 5 together; "5": 3 x 2 - 4 + 11
+    assert output["rewards"] == [[0, 0, 3.75, 0, 0, 0, 0, 13]]
+    assert output["reward_terms"] == [{"environment": 3.0, "of_short": 4.0, "brevity": 11.0}]
+    with pytest.raises(RuntimeError, match=r"'forgetful'.* is a `return` missing\?, where that is"):
+        talk(functions=["forgetful"])
+
+
+def test_a_trajectory_of_which_nobody_has_an_opinion_is_lost_and_counted():
+    turns = [3, END], [3, 4, END]
+    engine = ScriptedEngine(lambda prompt, key: turns[prompt[0] - 1])
+    rows = [make_prompt(TOKENIZER, text, uid=text, env_class="single_turn") for text in ("1", "2")]
+    terms = RewardTerms({"of_short": 1.0}, [f"{HERE}:of_short"])
+    generator = ConversationGenerator(
+        engine, TOKENIZER, GeneratorConfig(), max_env_workers=0, reward_terms=terms
+    )
+    keys, sampling = [sample_key(i) for i in range(2)], Sampling(8, stop_token_ids=(END,))
+    output = generate_now(generator, {"prompts": rows, "keys": keys, "sampling": sampling})
+    assert output["stop_reasons"] == ["stop", "env_error"]
+    assert [sum(mask) for mask in output["loss_masks"]] == [2, 0]
+    assert output["rewards"][0] == 4.0
+    assert output["rollout_metrics"]["generate/env_error_ratio"] == 0.5
+
+
+def test_estimators_of_terms_need_all_of_them(tmp_path):
+    changes = {
+        "trainer.algorithm.advantage_estimator": "gdpo",
+        "environment.reward_functions": [f"{HERE}:of_short"],
+    }
+    with pytest.raises(ValueError, match=r"reward_functions=.*'of_short' may have no opinion"):
+        BasePPOExp(small(tmp_path, **changes)).build()
 
 
 def test_nobody_judges(tmp_path):

@@ -14,7 +14,14 @@ from jaxrl.envs.protocol import columns_named, conversation_extras
 from jaxrl.functions import place_of
 from jaxrl.registry import accepted_keywords
 from jaxrl.rollout.conversations.environment_pool import EnvironmentPool
-from jaxrl.rollout.conversations.reward_terms import PLAIN, Reward, RewardTerms, named
+from jaxrl.rollout.conversations.reward_terms import (
+    PLAIN,
+    NoOpinion,
+    Reward,
+    RewardTerms,
+    may_abstain,
+    named,
+)
 from jaxrl.types import Message, Prompt
 
 _STEP = "return {'observations': [], 'reward': 1.0, 'done': True}"
@@ -43,7 +50,7 @@ class JudgedTurn(NamedTuple):
     tokens: list[str]
     stopped: bool
     done: bool
-    terms: dict[str, Reward]
+    terms: dict[str, Reward | None]
 
 
 class Session:
@@ -111,6 +118,7 @@ class Session:
 
         Raises:
             RewardTermError: the terms are not those that have a weight.
+            EnvironmentFailure: the environment or a function failed, or none has an opinion.
         """
         when = f"with the answer {text!r}"
         asked = getattr(envs.load(self.prompt.env_class), "step", None)
@@ -118,14 +126,19 @@ class Session:
         with self.blamed(when, asked):
             _check_step(step)
             rewards = named(step["reward"], PLAIN)
-            terms = {name: _checked(x, len(tokens), name) for name, x in rewards.items()}
+            given = {name: _checked(x, len(tokens), name) for name, x in rewards.items()}
             done = bool(step["done"])
             observations = [] if done else step.get("observations") or []
             self.feedback = _feedback(step.get("metadata"))
-        terms |= await self._judge(text, tokens, stopped, done=done, taken=terms)
+        found = await self._judge(text, tokens, stopped, done=done, taken=given)
+        terms: dict[str, Reward | None] = {**given, **found}
         if self.record:
             self.turns.append(JudgedTurn(text, list(tokens), stopped, done, terms))
-        checked = {"reward": self._weigh(terms), "observations": observations, "done": done}
+        try:
+            reward = self._weigh(terms)
+        except NoOpinion as error:
+            raise self._failure(error, when, asked) from error
+        checked = {"reward": reward, "observations": observations, "done": done}
         return cast(StepOutput, {**step, **checked})
 
     async def _judge(
@@ -136,8 +149,8 @@ class Session:
         *,
         done: bool,
         taken: Mapping[str, Reward],
-    ) -> dict[str, Reward]:
-        """Return the reward terms of the user's functions."""
+    ) -> dict[str, Reward | None]:
+        """Return the reward terms of the user's functions; None = no opinion."""
         self._turns += 1
         calls = self.terms.calls(
             action=text,
@@ -149,7 +162,7 @@ class Session:
             done=done or self._turns >= self.max_turns,
             reward=taken[PLAIN] if taken.keys() == {PLAIN} else dict(taken),
         )
-        found: dict[str, Reward] = {}
+        found: dict[str, Reward | None] = {}
         for function, call, keywords in calls:
             when = f"in reward function '{function}' with the answer {text!r}"
             there = self.pool.beside(self._env, call)
@@ -161,15 +174,17 @@ class Session:
                         raise UnusableAnswer(
                             f"gave the reward term '{name}', which is given already"
                         )
-                    found[name] = _checked(x, len(tokens), name)
+                    silent = x is None and may_abstain(call)
+                    found[name] = None if silent else _checked(x, len(tokens), name)
         return found
 
-    def _weigh(self, terms: Mapping[str, Reward]) -> Reward:
+    def _weigh(self, terms: Mapping[str, Reward | None]) -> Reward:
         """Return the reward of a turn, and record its terms."""
         if not self.terms.weights and terms.keys() == {PLAIN}:
-            return terms[PLAIN]
+            return cast(Reward, terms[PLAIN])  # an environment has an opinion
         for name, x in terms.items():
-            self.earned[name] = self.earned.get(name, 0.0) + float(np.sum(x))
+            if x is not None:
+                self.earned[name] = self.earned.get(name, 0.0) + float(np.sum(x))
         label = f"environment '{self.prompt.env_class}' on {self.prompt.place}"
         return self.terms.weigh(terms, label)
 
@@ -216,7 +231,7 @@ class Session:
         name, row = self.prompt.env_class, self.prompt.place
         place = place_of(error, asked)
         where = f" ({place})" if place else ""
-        what = str(error) if isinstance(error, UnusableAnswer) else repr(error)
+        what = str(error) if isinstance(error, UnusableAnswer | NoOpinion) else repr(error)
         what += columns_named(error, self.prompt.extras)
         failure = EnvironmentFailure(f"environment '{name}' failed on {row} {when}: {what}{where}")
         failure.place = place
@@ -275,7 +290,8 @@ def _checked(reward: Any, tokens: int, term: str) -> Reward:
     """Check a reward and return it as Python's numbers."""
     of_term = "" if term == PLAIN else f" for '{term}'"
     if reward is None:
-        raise UnusableAnswer(f"gave None{of_term} as the reward: is a `return` missing?")
+        hint = "" if term == PLAIN else ", where that is no opinion annotate it `-> float | None`"
+        raise UnusableAnswer(f"gave None{of_term} as the reward: is a `return` missing?{hint}")
     given = np.asarray(reward)
     if given.dtype.kind in "USM" or (given.dtype.kind == "O" and not _are_numbers(reward)):
         raise UnusableAnswer(f"gave the reward {reward!r:.80}{of_term}; give a number: 0.5")
