@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -220,6 +220,19 @@ class Completion:
             if len(getattr(self, name)) not in (0, len(self.tokens)):
                 return f"{len(self.tokens)} tokens and {len(getattr(self, name))} {name}"
         return ""
+
+
+class PromptScores(NamedTuple):
+    """Hold how likely a model finds the tokens of a prompt, each behind those before it.
+
+    All are under the model's own distribution: at temperature 1, without filters and penalties.
+    The first token, behind which nothing is, has no score.
+    """
+
+    log_probs: np.ndarray  # [n - 1]
+    ranks: np.ndarray  # [n - 1] 1 = no id is likelier
+    top_ids: np.ndarray  # [n - 1, K] the likeliest, best first
+    top_log_probs: np.ndarray  # [n - 1, K]
 
 
 class Sampler(Protocol):

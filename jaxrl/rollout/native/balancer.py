@@ -19,7 +19,7 @@ from typing import Any
 from jaxrl.models.transformer import Params
 from jaxrl.rollout.native.sample_thread import SampleThread
 from jaxrl.rollout.native.slots import Sample
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.protocol import Completion, PromptScores, Request
 
 
 class Balancer:
@@ -52,6 +52,17 @@ class Balancer:
     def constrains(self) -> bool:
         """Return whether the engines ask the constraints of requests."""
         return all(engine.constrains for engine in self.engines)
+
+    @property
+    def scores(self) -> bool:
+        """Return whether the engines score prompts."""
+        return all(engine.scores for engine in self.engines)
+
+    def score(self, tokens: Sequence[int]) -> PromptScores:
+        """Return how likely the model finds the tokens of a prompt, as one engine does."""
+        with self._lock:
+            least = min(range(len(self.engines)), key=lambda e: self._in_flight[e])
+        return self.engines[least].score(tokens)
 
     def submit(self, requests: Sequence[Request]) -> list[list[Future[Completion]]]:
         """Queue requests as `protocol.Engine` says.

@@ -24,7 +24,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxrl.array_ops import token_log_probs
+from jaxrl.array_ops import log_softmax, token_log_probs, top_ids
 from jaxrl.models.architecture import (
     SOFTMAX,
     LayerFlags,
@@ -56,10 +56,11 @@ from jaxrl.parallel.rules import Placement
 from jaxrl.rollout.native.kv_cache import Cache, copy_pages, write_and_attend, write_routes
 from jaxrl.rollout.native.sampling import adjust, assign, sample, top_tokens, uniforms
 from jaxrl.rollout.native.states import Places, States, copy_states, kept_recurrence
-from jaxrl.rollout.protocol import Sampling
+from jaxrl.rollout.protocol import PromptScores, Sampling
 from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
 from jaxrl.types import Array
 
+MOST_ALTERNATIVES = 20  # that are told of a token of a prompt
 LEAST_STOP_IDS = 4  # columns of `Rows.stop_ids`, for few shapes
 # Matrices of a layer that can have 8 bits, and which dims their inputs are. All others keep the
 # engine's dtype: embeddings and head, norms, biases and routers, whose errors no later sum evens
@@ -552,6 +553,35 @@ def states_of_layers(
     states: list[Array] = []
     x, cache = run_layers(config, params, cache, *given, note_states=states.append, **settings)
     return jnp.stack(states) if every else x[None], cache
+
+
+def score(
+    config: TransformerConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Array,
+    table: Array,
+    first: Array,
+    count: Array,
+    targets: Array,
+    places: Places | None,
+    **settings: Any,
+) -> tuple[PromptScores, Cache]:
+    """Return how likely `targets` [B, T] are behind their places, and the cache.
+
+    Args:
+        tokens, table, first, count, places, settings: of `run_layers`.
+    """
+    given = tokens, table, first, count, places
+    x, cache = run_layers(config, params, cache, *given, **settings)
+    real = (jnp.arange(tokens.shape[1]) < count[:, None]) & (first >= 0)[:, None]
+    where = {"placement": settings["placement"], "tiles": settings["tiles"]}
+    log_probs = log_softmax(logits_of(config, params, x, real, **where))
+    own = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)
+    ids = top_ids(log_probs, MOST_ALTERNATIVES)
+    best = jnp.take_along_axis(log_probs, ids, axis=-1)
+    ranks = 1 + (log_probs > own).sum(axis=-1)
+    return PromptScores(own[..., 0], ranks, ids, best), cache
 
 
 def run_layers(

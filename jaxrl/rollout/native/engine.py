@@ -28,8 +28,9 @@ from jaxrl.parallel.compilation import Call
 from jaxrl.rollout.native.decode import Block, Features, Rows, check_drafts
 from jaxrl.rollout.native.programs import Prefill, Programs, pages_that_fit
 from jaxrl.rollout.native.sample_thread import SampleThread
+from jaxrl.rollout.native.scoring import Scorer
 from jaxrl.rollout.native.slots import Sample, SlotTable
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.protocol import Completion, PromptScores, Request
 from jaxrl.rollout.weights.groups import GROUP_BYTES
 
 NOBODY = 2**30  # in place of a slot: padding
@@ -121,7 +122,7 @@ class NativeEngine(SampleThread):
         suspended: how often a sample has made room for others so far.
     """
 
-    constrains = True
+    constrains = scores = True
 
     def __init__(
         self,
@@ -226,6 +227,7 @@ class NativeEngine(SampleThread):
         self._borrowed: list[tuple[int, int]] = []  # (part, state) of the next block
         self.prefilled_tokens = self.decoded_tokens = self.suspended = 0
         self._warm: set[Features] = set()  # of `warm_up`, and their unions
+        self._scorer = Scorer(self.programs, self._held, lambda: self.version)
 
     # ---- weights
 
@@ -308,6 +310,16 @@ class NativeEngine(SampleThread):
         places = self.programs.places
         if request.adapter is not None and not 0 < request.adapter.place < max(places, 1):
             raise ValueError(f"{request.adapter}: the engine has places from 1 to {places - 1}")
+
+    def score(self, tokens: Sequence[int]) -> PromptScores:
+        """Return how likely the model finds the tokens of a prompt; wait for it.
+
+        Samples go on meanwhile. An engine with places for adapters does not do so.
+
+        Raises:
+            RuntimeError: no weights.
+        """
+        return self._scorer.score(tokens)
 
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
         """Return how many tokens of each prompt the cache holds for any request.

@@ -195,6 +195,8 @@ class LeadingEngine(NativeEngine):
     Samples may be in flight only within a `phase`.
     """
 
+    scores = False  # its programs would have to begin in all processes
+
     def __init__(self, *args: Any, followers: Followers, **options: Any) -> None:
         self._tell = followers.tell
         programs = functools.partial(LeadingPrograms, followers=followers)

@@ -579,12 +579,12 @@ class Programs:
             before: the rows of a block that is not fetched; those which do not begin go on there.
             begins: [B] bool.
         """
-        rows = self._to_devices(rows, self._by_row)
+        rows = self.of_rows(rows)
         if before is not None:
             has_history = None not in (rows.history, before.history)
             names = [name for name in device.PROGRESS if name != "history" or has_history]
             given, left = ({name: getattr(x, name) for name in names} for x in (rows, before))
-            begins = self._to_devices(begins, self._by_row)
+            begins = self.of_rows(begins)
             rows = rows.replace(**self.functions.go_on(given, left, begins))
         if prompts is None:
             if self._nothing is None:
@@ -602,6 +602,10 @@ class Programs:
     def _place(self, prompts: device.Prompts) -> device.Prompts:
         kinds = bool(self.states), bool(self.places)
         return self._to_devices(prompts, prompt_shardings(self.placement, *kinds))
+
+    def of_rows(self, arrays: Any) -> Any:
+        """Return arrays [B, ...] of rows or tiles on the devices, spread over these."""
+        return self._to_devices(arrays, self._by_row)
 
     def fetch(self, block: device.Block) -> device.Block:
         """Wait for a block, and return it on the host."""
@@ -783,6 +787,7 @@ class Compiled(NamedTuple):
     decode: Any
     states_of_layers: Any
     logits_of: Any
+    score: Any
     put_adapter: Any
 
     def load(self, params: Params, group_bytes: int = GROUP_BYTES) -> Params:
@@ -956,6 +961,11 @@ def compiled(
             out_shardings=(None, cache),
         ),
         logits_of=jit(bind(device.logits_of, config, placement=spread, tiles=tiles)),
+        score=jit(
+            bind(device.score, config, placement=spread, tiles=tiles, **kernels),
+            donate_argnums=1,
+            out_shardings=(whole, cache),
+        ),
         put_adapter=jit(bind(device.put_adapter, config), donate_argnums=0),
     )
 

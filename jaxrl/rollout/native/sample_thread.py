@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxrl.rollout.native.slots import Sample
-from jaxrl.rollout.protocol import Completion, Request
+from jaxrl.rollout.protocol import Completion, PromptScores, Request
 
 _GROUPS = itertools.count()  # of all engines: samples may change theirs
 
@@ -25,10 +25,11 @@ class SampleThread(ABC):
     Attributes:
         version: of the weights; -1 before the first.
         constrains: it asks the constraints of requests.
+        scores: it has `score`, which tells the log-probs of prompts.
         offer: is called in a turn, with the lock held, that leaves samples waiting.
     """
 
-    constrains = False
+    constrains = scores = False
 
     def __init__(self) -> None:
         self.version = -1
@@ -66,6 +67,10 @@ class SampleThread(ABC):
     @abstractmethod
     def check(self, request: Request) -> None:
         """Raise what `submit` raises for a request that can never be served."""
+
+    def score(self, tokens: Sequence[int]) -> PromptScores:
+        """Return how likely the model finds the tokens of a prompt, of an engine that `scores`."""
+        raise NotImplementedError(f"{type(self).__name__} scores no prompts")
 
     def known_prefixes(self, requests: Sequence[Request]) -> list[int]:
         """Return how many tokens of each prompt are held for any request."""
