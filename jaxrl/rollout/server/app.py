@@ -5,13 +5,13 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 from pydantic import ValidationError
 
-from jaxrl.rollout.protocol import Completion
+from jaxrl.rollout.protocol import Completion, PromptScores
 from jaxrl.rollout.server.auth import Guard
 from jaxrl.rollout.server.bodies import (
     AbortBody,
@@ -127,7 +127,7 @@ class ApiRoutes:
                 sample_request = await self.service.read(body, name, chat=chat, size=size)
                 async with self.service.running(sample_request) as run:
                     if not sample_request.stream:
-                        return web.json_response(await self._whole(run, watch))
+                        return await self._whole(run, watch)
                     stream = await _open_stream(request)
                     await self._stream(run, stream, watch)
         except TimeoutError:
@@ -144,25 +144,31 @@ class ApiRoutes:
             await _send(stream, error.body)  # the status has been sent
         return stream
 
-    async def _whole(self, run: RunningRequest, watch: Stopwatch) -> dict[str, Any]:
+    async def _whole(self, run: RunningRequest, watch: Stopwatch) -> web.Response:
         sample_request, completions = run.request, {}
+        scores = await self.service.scores(sample_request)
         async for part in run.parts():
             watch.tokens(len(part.new.tokens))
             if part.whole is not None:
                 completions[part.sample] = part.whole
         ordered = [completions[number] for number in range(sample_request.samples)]
-        answer = self._answer(sample_request)
+        answer = self._answer(sample_request, scores)
         for number, completion in enumerate(ordered):
             await self._record(answer, number, completion)
-        return await self.service.in_thread(answer.whole, ordered)
+        if not sample_request.scores_prompts:
+            return web.json_response(await self.service.in_thread(answer.whole, ordered))
+        text = await self.service.in_thread_of(sample_request, _written, answer, ordered)
+        return web.Response(text=text, content_type="application/json")
 
     async def _stream(
         self, run: RunningRequest, stream: web.StreamResponse, watch: Stopwatch
     ) -> None:
-        sample_request, answer, tokens = run.request, self._answer(run.request), 0
+        sample_request, tokens = run.request, 0
+        answer = self._answer(sample_request, await self.service.scores(sample_request))
         texts = [SampleStream(answer, n) for n in range(sample_request.samples)]
-        for number in range(sample_request.samples if sample_request.chat else 0):
-            await _send(stream, answer.opening(number))
+        for number in range(sample_request.samples if answer.opens else 0):
+            opening = await self.service.in_thread_of(sample_request, answer.opening, number)
+            await _send(stream, opening)
         async for part in run.parts():
             watch.tokens(len(part.new.tokens))
             tokens += len(part.new.tokens)
@@ -195,8 +201,10 @@ class ApiRoutes:
             if segment.number and len(segment.points) == 1:
                 measures.session_branches.inc()
 
-    def _answer(self, sample_request: SampleRequest) -> ResponseBuilder:
-        return ResponseBuilder(self.service.served, sample_request)
+    def _answer(
+        self, sample_request: SampleRequest, scores: Sequence[PromptScores]
+    ) -> ResponseBuilder:
+        return ResponseBuilder(self.service.served, sample_request, scores)
 
     async def abort(self, request: web.Request) -> web.Response:
         """Answer POST /abort: {"request_ids": [...]}, or {} for all."""
@@ -249,7 +257,7 @@ class ApiRoutes:
         raw = parse_json(text)
         if raw.get("messages") is not None:
             body = TokenizeChatBody.model_validate(raw)
-            variables = self.service.reader.variables(body.chat_template_kwargs)
+            variables = self.service.reader.variables(body)
             encode = functools.partial(served.encode_chat, body.messages, variables)
         else:
             body = TokenizeTextBody.model_validate(raw)
@@ -354,7 +362,7 @@ class SampleStream:
     """
 
     def __init__(self, answer: ResponseBuilder, number: int) -> None:
-        self.answer, self.number, self.length = answer, number, 0
+        self.answer, self.number, self.length = answer, number, len(answer.echo(number))
         self.text = TextStream(answer.tokenizer, answer.request)
 
     def piece(self, part: SamplePart) -> dict[str, Any] | None:
@@ -376,6 +384,11 @@ class SampleStream:
         ):
             return None
         return self.answer.piece(self.number, text, part.new, start)
+
+
+def _written(answer: ResponseBuilder, completions: Sequence[Completion]) -> str:
+    """Return the JSON of a long answer, between whose parts other threads go on."""
+    return "".join(json.JSONEncoder().iterencode(answer.whole(completions)))
 
 
 async def _open_stream(request: web.Request) -> web.StreamResponse:

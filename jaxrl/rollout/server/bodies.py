@@ -45,6 +45,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
+    "prompt_logprobs": (),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("auto",),
@@ -53,8 +54,24 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
     "detokenize": (True,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "bad_words": ([],),
+    "watermarking": (False,),
+    "documents": ([],),
+    "include_reasoning": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "return_mm_kwargs": (True,),
+    "routed_experts_prompt_start": (0,),
+}
+
+# older names of vLLM, and what has taken their place
+RENAMED = {
+    f"guided_{kind}": f'structured_outputs={{"{kind}": ...}}'
+    for kind in ("json", "regex", "choice")
 }
 
 
@@ -70,6 +87,8 @@ def _problem(problem: Mapping[str, Any]) -> str:
     value, fix = problem["input"], problem["msg"].removeprefix("Input ")
     if problem["type"] == "missing":
         value, fix = None, "is required"
+    elif problem["type"] == "extra_forbidden" and name in RENAMED:
+        fix = f"is {RENAMED[name]} in vLLM's newer words; write that"
     elif problem["type"] == "extra_forbidden" and name in UNSUPPORTED:
         fix = "is not supported by this server; leave it out"
     elif problem["type"] == "extra_forbidden":
@@ -210,6 +229,39 @@ class ResponseFormat(Part):
         return self
 
 
+def _schema(given: Any) -> Any:
+    """Return the schema in a string, or what is none."""
+    with contextlib.suppress(ValueError):
+        return json.loads(given) if isinstance(given, str) else given
+    return given
+
+
+class StructuredOutputs(Part):
+    """Describe what the text of an answer must be, as vLLM's users do: one of these."""
+
+    json_: Annotated[dict[str, Any] | None, BeforeValidator(_schema), Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: NotEmpty | None = None
+    choice: Annotated[list[NotEmpty], Field(min_length=1)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) != 1:
+            raise ValueError("needs exactly one of json, json_object, regex and choice")
+        return body
+
+    @property
+    def kind(self) -> Literal["json", "json_object", "regex", "choice"]:
+        """Return which it is."""
+        return next(iter(self.model_dump(by_alias=True, exclude_none=True)))  # type: ignore[return-value]
+
+    @property
+    def value(self) -> Any:
+        """Return the schema, the expression or the texts."""
+        return self.model_dump(by_alias=True)[self.kind]
+
+
 class FunctionName(Part):
     """Say which function a model must call, by its name."""
 
@@ -234,7 +286,7 @@ class SamplesBody(Body):
     n: Positive | None = None
     keys: Annotated[list[Key], Field(min_length=1)] | None = None
     seed: int | None = None
-    max_tokens: Positive | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Positive | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -243,6 +295,7 @@ class SamplesBody(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stop: Stops = []
     stop_token_ids: Annotated[list[int], Field(max_length=MOST_STOPS)] = []
     ignore_eos: bool = False
@@ -250,6 +303,7 @@ class SamplesBody(Body):
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class CompletionBody(SamplesBody):
@@ -258,16 +312,27 @@ class CompletionBody(SamplesBody):
     prompt: Prompts
     add_special_tokens: bool = True
     logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
+    echo: bool = False
 
 
-class ChatBody(SamplesBody):
-    """Describe the body that asks for the next turn of a chat, POST /v1/chat/completions."""
+class Rendered(Body):
+    """Describe messages, and how the chat template writes them."""
 
     messages: Messages
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: NotEmpty | None = None
+    add_special_tokens: Literal[False] = False  # the template writes them
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ChatBody(SamplesBody, Rendered):
+    """Describe the body that asks for the next turn of a chat, POST /v1/chat/completions."""
+
     tools: Tools = []
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: Alternatives = 0
 
@@ -280,12 +345,10 @@ class TokenizeTextBody(Body):
     add_special_tokens: bool = True
 
 
-class TokenizeChatBody(Body):
+class TokenizeChatBody(Rendered):
     """Describe POST /tokenize of messages."""
 
     model: str | None = None
-    messages: Messages
-    chat_template_kwargs: dict[str, Any] = {}
 
 
 class DetokenizeBody(Body):

@@ -1,4 +1,4 @@
-"""What an answer must be, JSON of a schema or calls of tools, as constraints of its tokens.
+"""What an answer must be, JSON of a schema, of a regex, or calls of tools, token by token.
 
 llguidance follows the grammar, token by token; https://github.com/guidance-ai/llguidance has which
 keywords of JSON schemas it knows.
@@ -6,9 +6,10 @@ keywords of JSON schemas it knows.
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,31 @@ from jaxrl.rollout.server.served_model import ServedModel
 # Between two signs of JSON. Without a bound a model may write spaces until its tokens end.
 WHITESPACE = r"[ \n\t]{1,16}"
 ANY_OBJECT = {"type": "object"}
+
+
+class Form(NamedTuple):
+    """Say what the text of an answer must be.
+
+    Attributes:
+        kind: "json", "regex" or "choice".
+        value: a schema, an expression that the whole text matches, or the texts that it may be.
+    """
+
+    kind: Literal["json", "regex", "choice"]
+    value: Any
+
+    @property
+    def rule(self) -> str:
+        """Return it as the right side of a rule, in llguidance's form of Lark."""
+        if self.kind == "json":
+            return _json(self.value)
+        if self.kind == "choice":
+            return " | ".join(json.dumps(text, ensure_ascii=False) for text in self.value)
+        signs = {"/": r"\/", "\n": r"\n"}  # that end a regex there, or its line
+        return f"/{re.sub(_ESCAPED, lambda m: signs.get(m[0], m[0]), self.value)}/"
+
+
+_ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 class Grammars:
@@ -35,16 +61,16 @@ class Grammars:
         self,
         field: str,
         value: Any,
-        schema: Mapping[str, Any] | None,
+        form: Form | None,
         calls: Sequence[Mapping[str, Any]] = (),
         *,
         several: bool = False,
     ) -> Callable[[], Constraint]:
-        """Return what makes the constraint of each answer: it is of a schema, or calls tools.
+        """Return what makes the constraint of each answer: it has a form, or calls tools.
 
         Args:
             field: of the body that asks for it, with its value, for errors.
-            schema: of JSON; None: no such answer.
+            form: of a text; None: no such answer.
             calls: functions that an answer may call, as `answer_formats.tags` reads them.
             several: an answer may have several calls.
 
@@ -56,15 +82,19 @@ class Grammars:
         except ImportError as error:
             message = f"{field}: this server lacks llguidance: pip install 'jaxrl[serve]'"
             raise ApiError(501, message, param=field) from error
-        schemas = [] if schema is None else [(field, schema)]
-        schemas += [(f"tools, parameters of {f['name']!r}", _parameters(f)) for f in calls]
-        for where, part in schemas:  # each by itself: the error says no more than what is wrong
-            alone = LLMatcher.grammar_from_json_schema(json.dumps(part))
+        parts = [] if form is None else [(field, form)]
+        parts += [
+            (f"tools, parameters of {f['name']!r}", Form("json", _parameters(f))) for f in calls
+        ]
+        for where, part in parts:  # each by itself: the error says no more than what is wrong
+            alone = LLMatcher.grammar_from_lark(f"start: {part.rule}")
+            if part.kind == "json":
+                alone = LLMatcher.grammar_from_json_schema(json.dumps(part.value))
             wrong, messages = LLMatcher.validate_grammar_with_warnings(alone)
             if wrong:
                 raise _not_followed(where, messages[0])
         added = self.served.tokenizer.get_added_vocab()
-        grammar = LLMatcher.grammar_from_lark(lark(schema, calls, added, several=several))
+        grammar = LLMatcher.grammar_from_lark(lark(form, calls, added, several=several))
         limits = LLParserLimits(verbose_errors=False)
         try:
             matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
@@ -121,7 +151,7 @@ class Answer:
 
 
 def lark(
-    schema: Mapping[str, Any] | None,
+    form: Form | None,
     calls: Sequence[Mapping[str, Any]] = (),
     added: Mapping[str, int] = MappingProxyType({}),
     *,
@@ -138,8 +168,8 @@ def lark(
         for tag in ("<tool_call>", "</tool_call>")
     )
     rules = []
-    if schema is not None:
-        rules.append(f"answer: {_json(schema)}")
+    if form is not None:
+        rules.append(f"answer: {form.rule}")
     if calls:
         rules.append('calls: call ("\\n" call)*' if several else "calls: call")
         which = " | ".join(f"call_{i}" for i in range(len(calls)))
@@ -148,7 +178,7 @@ def lark(
         named = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
         rules.append(f'call_{i}: {json.dumps(named)} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: {_json(_parameters(function))}")
-    kinds = [kind for kind, there in (("answer", schema is not None), ("calls", calls)) if there]
+    kinds = [kind for kind, there in (("answer", form is not None), ("calls", calls)) if there]
     return "\n".join([f"start: {' | '.join(kinds)}", *rules])
 
 

@@ -8,18 +8,25 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxrl.rollout.native.stop_strings import Decode, GrowingText, completion_text
-from jaxrl.rollout.protocol import Completion
+from jaxrl.rollout.protocol import Completion, PromptScores
 from jaxrl.rollout.server.requests import SampleRequest
 from jaxrl.rollout.server.served_model import ServedModel
 from jaxrl.types import Message
 
 
 def text_for_client(request: SampleRequest, tokenizer: Any, completion: Completion) -> str:
-    """Return the text of a finished sample as its client gets it: without what stopped it."""
-    return completion_text(_decode(tokenizer, request), completion, request.sampling.stop)
+    """Return the text of a finished sample as its client gets it.
+
+    It is without what stopped it, unless the request keeps that.
+    """
+    decode, stops, keep = _decode(tokenizer, request), request.sampling.stop, request.keep_stop
+    if keep and completion.stop_string is None:  # perhaps a token
+        return decode(completion.tokens)
+    return completion_text(decode, completion, stops, keep_stop=keep)
 
 
 def _decode(tokenizer: Any, request: SampleRequest) -> Decode:
@@ -74,9 +81,13 @@ class ResponseBuilder:
     Args:
         served: model.
         request: what was asked.
+        scores: of its prompts, where these are asked for.
     """
 
-    def __init__(self, served: ServedModel, request: SampleRequest) -> None:
+    def __init__(
+        self, served: ServedModel, request: SampleRequest, scores: Sequence[PromptScores] = ()
+    ) -> None:
+        self.scores = scores
         self.served, self.tokenizer, self.request = served, served.tokenizer, request
         # JSON that was asked for is what it is, whatever its strings say
         is_json = request.constrain is not None and request.calls == 0
@@ -88,13 +99,23 @@ class ResponseBuilder:
         """Return the answer that is not streamed."""
         choices = []
         for number, completion in enumerate(completions):
-            choice = self._choice(number, completion)
+            start = len(self.echo(number))
+            choice = self._choice(number, completion, start)
             if self.request.chat:
                 message = self.message(number, completion)
                 choice["message"] = {**message, "refusal": None}
                 _end_with_calls(choice, message)
             else:
-                choice["text"] = text_for_client(self.request, self.tokenizer, completion)
+                text = text_for_client(self.request, self.tokenizer, completion)
+                choice["text"] = self.echo(number) + text
+                if self.request.echo is not None and choice["logprobs"] is not None:
+                    before = self._prompt_log_probs(number)
+                    choice["logprobs"] = {
+                        name: None if column is None else before[name] + column
+                        for name, column in choice["logprobs"].items()
+                    }
+                if (told := self.request.prompt_alternatives) is not None:
+                    choice["prompt_logprobs"] = self._scored(number, told)
             choices.append(choice)
         kind = "chat.completion" if self.request.chat else "text_completion"
         usage = self.usage(sum(len(c.tokens) for c in completions))
@@ -127,10 +148,24 @@ class ResponseBuilder:
             ]
         return message
 
+    @property
+    def opens(self) -> bool:
+        """Return whether a stream has an `opening`."""
+        return self.request.chat or self.request.echo is not None
+
     def opening(self, number: int) -> dict[str, Any]:
-        """Return the first piece of a chat: who speaks."""
-        choice = {"index": number, "delta": {"role": "assistant", "content": ""}}
-        return self._piece([{**choice, "logprobs": None, "finish_reason": None}])
+        """Return the first piece of a chat, who speaks, or of a completion, its prompt."""
+        choice = {"index": number, "logprobs": None, "finish_reason": None}
+        if self.request.chat:
+            return self._piece([{**choice, "delta": {"role": "assistant", "content": ""}}])
+        if self.request.alternatives is not None:
+            choice["logprobs"] = self._prompt_log_probs(number)
+        return self._piece([{**choice, "text": self.echo(number)}])
+
+    def echo(self, number: int) -> str:
+        """Return what the text of a sample begins with: its prompt, if that is asked for."""
+        echo = self.request.echo
+        return "" if echo is None else echo[self._prompt_of[number]]
 
     def last_piece(self, number: int, new: Completion, whole: Completion) -> dict[str, Any]:
         """Return the last piece of a sample that is read as a whole: all that it says."""
@@ -205,20 +240,57 @@ class ResponseBuilder:
         return ranked[:alternatives]
 
     def _log_probs(self, new: Completion, start: int) -> dict[str, Any]:
-        names = [self._name(token) for token in new.tokens]
+        top = [self._named(self._top(new, i)) for i in range(len(new.tokens))]
+        return self._columns(new.tokens, new.log_probs, top, start)
+
+    def _columns(
+        self, tokens: Sequence[int], log_probs: Sequence[Any], top: Sequence[Any], start: int
+    ) -> dict[str, Any]:
+        names = [self._name(token) for token in tokens]
         offsets = [start]
         for name in names:
             offsets.append(offsets[-1] + len(name))
-        top = [
-            {self._name(token): score for token, score in self._top(new, i)}
-            for i in range(len(names))
-        ]
         return {
             "tokens": names,
-            "token_logprobs": new.log_probs,
+            "token_logprobs": log_probs,
             "top_logprobs": top if self.request.alternatives else None,
             "text_offset": offsets[:-1],
         }
+
+    def _named(self, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
+        return {self._name(token): score for token, score in pairs}
+
+    def _prompt_log_probs(self, number: int) -> dict[str, Any]:
+        """Return the log-probs of a sample's prompt as `_log_probs` has those of its answer."""
+        prompt = self._prompt_of[number]
+        scores, most = self.scores[prompt], self.request.alternatives or 0
+        top = [
+            self._named(list(zip(ids, values, strict=True))[:most])
+            for ids, values in zip(
+                scores.top_ids.tolist(), scores.top_log_probs.tolist(), strict=True
+            )
+        ]
+        log_probs = [None, *scores.log_probs.tolist()]
+        return self._columns(self.request.prompts[prompt], log_probs, [None, *top], 0)
+
+    def _scored(self, number: int, alternatives: int) -> list[dict[str, Any] | None]:
+        """Return of each token of a sample's prompt what vLLM does: of it, and of the likeliest."""
+        prompt = self._prompt_of[number]
+        found: list[dict[str, Any] | None] = [None]
+        for token, own, rank, ids, values in zip(
+            self.request.prompts[prompt][1:],
+            *map(np.ndarray.tolist, self.scores[prompt]),
+            strict=True,
+        ):
+            likeliest = zip(ids, values, range(1, alternatives + 1), strict=False)
+            told = {token: (own, rank)} | {i: (x, n) for i, x, n in likeliest if i != token}
+            found.append(
+                {
+                    str(i): {"logprob": x, "rank": n, "decoded_token": self._name(i)}
+                    for i, (x, n) in told.items()
+                }
+            )
+        return found
 
     def _chat_log_probs(self, new: Completion) -> dict[str, Any]:
         content = [

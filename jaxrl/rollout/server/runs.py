@@ -55,6 +55,11 @@ class RunningRequest:
 
     async def start(self, submissions: Submissions) -> None:
         """Queue the samples; raises what the engine raises."""
+        if not self.request.sampling.max_tokens:
+            for number in range(self.request.samples):
+                nothing = Completion([], [], "length", [])
+                self._parts.put_nowait(SamplePart(number, nothing, nothing))
+            return
         first, calls = 0, []
         for prompt, keys in zip(self.request.prompts, self.request.keys, strict=True):
             engine_request = Request(

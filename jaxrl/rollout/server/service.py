@@ -11,6 +11,7 @@ from etils import epath
 
 from jaxrl.config import ServeConfig
 from jaxrl.rollout.conversations.submissions import Submissions
+from jaxrl.rollout.protocol import PromptScores
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.rollout.server.prometheus import Measures
 from jaxrl.rollout.server.requests import RequestReader, SampleRequest
@@ -23,6 +24,7 @@ from jaxrl.rollout.weights.incoming import Incoming, NotAllowed, Notice, Transfe
 from jaxrl.rollout.weights.versions import VersionDamaged
 
 LONG_BYTES = 64 * 1024  # of a body whose text is tokenised beside the others
+NAME_BYTES = 64  # that are tokenised while the name of a token is looked up
 IDLE_SECONDS = 120.0  # between two groups of weights; then who sent the first has given up
 PAUSE_MODES = ("abort", "keep", "wait")
 T = TypeVar("T")
@@ -42,8 +44,8 @@ class Service:
         self, guests: Guests, served: ServedModel, limits: ServeConfig, sessions: ServedSessions
     ) -> None:
         self.guests, self.served, self.limits, self.sessions = guests, served, limits, sessions
-        constrains = getattr(guests.engine, "constrains", False)
-        self.reader = RequestReader(served, limits, constrains=constrains)
+        can = {name: getattr(guests.engine, name, False) for name in ("constrains", "scores")}
+        self.reader = RequestReader(served, limits, **can)
         self.measures = Measures()
         self.submissions = Submissions(guests)
         self.runs: dict[str, RunningRequest] = {}
@@ -54,9 +56,9 @@ class Service:
         self._idle.set()
         # Others decode meanwhile: a tokenizer allows that as long as no call asks it to pad or
         # truncate, which it would then do in the other threads, too.
-        self._thread, self._slow = (
+        self._thread, self._slow, self._scorer = (
             ThreadPoolExecutor(1, thread_name_prefix=f"jaxrl-{name}")
-            for name in ("tokenizer", "long-texts")
+            for name in ("tokenizer", "long-texts", "scores")
         )
 
     async def in_thread(self, call: Callable[..., Any], *arguments: Any, size: int = 0) -> Any:
@@ -67,6 +69,12 @@ class Service:
         """
         thread = self._slow if size > LONG_BYTES else self._thread
         return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
+
+    async def in_thread_of(
+        self, request: SampleRequest, call: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Run what tells of the prompts of a request, too, if it asks for that; see `in_thread`."""
+        return await self.in_thread(call, *arguments, size=NAME_BYTES * request.named_tokens)
 
     async def read(
         self, body: Mapping[str, Any], session_name: str | None, *, chat: bool, size: int
@@ -79,6 +87,18 @@ class Service:
         session = None if session_name is None else self.sessions.open(session_name)
         read = self.reader.chat if chat else self.reader.completion
         return await self.in_thread(read, body, session, size=size)
+
+    async def scores(self, request: SampleRequest) -> list[PromptScores]:
+        """Return how likely the model finds the prompts of a request; empty if nobody asks.
+
+        Raises:
+            ApiError: 503, the engine has no weights now.
+        """
+        loop, prompts = asyncio.get_running_loop(), request.prompts
+        return [
+            await loop.run_in_executor(self._scorer, self.guests.score, prompt)
+            for prompt in (prompts if request.scores_prompts else ())
+        ]
 
     @contextlib.asynccontextmanager
     async def running(self, request: SampleRequest) -> AsyncIterator[RunningRequest]:
@@ -124,9 +144,10 @@ class Service:
         return found
 
     def close(self) -> None:
-        """Free the threads of the tokenizer."""
+        """Free the threads of the tokenizer, and of scores."""
         self._thread.shutdown(wait=False)
         self._slow.shutdown(wait=False, cancel_futures=True)
+        self._scorer.shutdown(wait=False, cancel_futures=True)
 
     def hold_back(self) -> None:
         """Start no more requests until `let_go`."""

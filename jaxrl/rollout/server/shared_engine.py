@@ -1,11 +1,12 @@
 """One engine for its owner, who may put it to sleep, and for guests, who come and go."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jaxrl.rollout.protocol import Completion, Engine, Request
+from jaxrl.rollout.protocol import Completion, Engine, PromptScores, Request
 from jaxrl.rollout.server.errors import ApiError
 
 
@@ -37,6 +38,17 @@ class Guests:
         for future in futures:
             future.add_done_callback(self._left)
         return groups
+
+    def score(self, tokens: Sequence[int]) -> PromptScores:
+        """Return how likely the model finds the tokens of a prompt, of an engine that `scores`.
+
+        Raises:
+            ApiError: 503, the engine has no weights now.
+        """
+        if self.version is not None:
+            with contextlib.suppress(RuntimeError):  # it was put to sleep meanwhile
+                return self.engine.score(tokens)  # type: ignore[attr-defined]
+        raise ApiError(503, "the engine has no weights now; try again", retry_after=1)
 
     def send_away(self) -> None:
         """Cancel what runs, and take no more until `version` is set."""

@@ -35,7 +35,10 @@ def test_the_agent(server):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl(server):
-    (command,) = (block for block in blocks("bash") if block.startswith("curl"))
+    commands = [block for block in blocks("bash") if block.startswith("curl")]
     environment = {**os.environ, "URL": server.url.removesuffix("/v1")}
-    ran = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, check=True)
-    assert b'"object": "text_completion"' in ran.stdout
+    for command in commands:
+        shell = ["bash", "-c", command]
+        ran = subprocess.run(shell, env=environment, capture_output=True, check=True)
+        assert b'"object": "text_completion"' in ran.stdout
+    assert len(commands) == 2

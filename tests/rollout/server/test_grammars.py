@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +18,7 @@ from jaxrl.parallel import make_mesh
 from jaxrl.rollout.native.engine import NativeEngine
 from jaxrl.rollout.protocol import Request, Sampling
 from jaxrl.rollout.server.answer_formats import Said, tags
-from jaxrl.rollout.server.grammars import Grammars, lark
+from jaxrl.rollout.server.grammars import Form, Grammars, lark
 from jaxrl.rollout.server.served_model import ServedModel
 from tests.rollout.bpe import bpe_tokenizer
 from tests.rollout.server.scripted import TypingEngine, serving
@@ -150,7 +151,7 @@ def test_alternatives_are_those_that_may_come(server):
 
 
 def server_grammar(server):
-    return Grammars(server.served).constrain("response_format", STRICT, SCHEMA)
+    return Grammars(server.served).constrain("response_format", STRICT, Form("json", SCHEMA))
 
 
 def test_a_stream_and_a_completion(client):
@@ -260,6 +261,39 @@ def test_several_calls_or_an_answer(client):
         ({"response_format": STRICT, "extra_body": {"ignore_eos": True}}, "leave min_tokens and"),
         ({"tool_choice": "required"}, "tool_choice='required': needs tools"),
         (
+            {"extra_body": {"structured_outputs": {"regex": "a(?=b)"}}},
+            'structured_outputs.regex: at 1(8): invalid regex "a(?=b)"',
+        ),
+        (
+            {"extra_body": {"structured_outputs": {"json": {"type": "thing"}}}},
+            "structured_outputs.json: Invalid type: thing",
+        ),
+        ({"extra_body": {"structured_outputs": {"json": "{"}}}, "structured_outputs.json='{'"),
+        ({"extra_body": {"structured_outputs": {"choice": []}}}, "structured_outputs.choice=[]"),
+        ({"extra_body": {"structured_outputs": {}}}, "exactly one of json, json_object, regex"),
+        (
+            {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}},
+            "exactly one of json, json_object, regex",
+        ),
+        (
+            {"extra_body": {"structured_outputs": {"grammar": "start: x"}}},
+            "structured_outputs.grammar='start: x': is not a field that this server knows",
+        ),
+        (
+            {
+                "response_format": STRICT,
+                "extra_body": {"structured_outputs": {"choice": ["a"]}},
+            },
+            "response_format says already what an answer is; leave one of them out",
+        ),
+        *(
+            (
+                {"extra_body": {f"guided_{kind}": value}},
+                f'is structured_outputs={{"{kind}": ...}} in vLLM\'s newer words; write that',
+            )
+            for kind, value in (("choice", ["a"]), ("regex", "a"), ("json", {}))
+        ),
+        (
             {
                 "tools": [LOOK],
                 "tool_choice": {"type": "function", "function": {"name": "hear"}},
@@ -275,7 +309,38 @@ def test_what_cannot_be_kept_to_is_refused(client, options, said):
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, **options)
     assert said in error.value.message
-    assert error.value.param in ("response_format", "tool_choice", "tools")
+    named = "response_format", "structured_outputs", "tool_choice", "tools"
+    assert error.value.param in named or error.value.param.startswith("guided_")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"choice": ['yes "/"', "no", "ne\nin"]}, '(yes "/"|no|ne\nin)'),
+        ({"regex": r"[a-c]{2}/x\/[0-9]\n?"}, r"[a-c]{2}/x/[0-9]\n?"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+        ({"json": '{"enum": [1, 2]}'}, "1|2"),
+        ({"json_object": True}, r"\{.*\}"),
+    ],
+)
+def test_answers_are_what_structured_outputs_say(client, wanted, pattern):
+    asked = {"extra_body": {"structured_outputs": wanted}, "max_tokens": 150}
+    texts = [choice.message.content for choice in ask(client, n=8, **asked).choices]
+    # a JSON object of random weights may find no end
+    ended = [text for text in texts if re.fullmatch(pattern, text, re.DOTALL)]
+    assert len(ended) == 8 or "json_object" in wanted and ended
+    if "json_object" not in wanted:
+        assert len(set(ended)) > 1
+
+
+def test_completions_keep_to_structured_outputs_too(client):
+    answer = client.completions.create(
+        model="org/policy",
+        prompt="yes or no? ",
+        max_tokens=20,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
+    )
+    assert answer.choices[0].text in ("yes", "no")
 
 
 def test_text_is_no_grammar(client):
@@ -291,6 +356,7 @@ def test_a_conversation_that_is_trained_on_is_not_constrained(server, client):
         headers = {"X-Session-ID": "trained"}
         for asked in (
             {"response_format": STRICT},
+            {"extra_body": {"structured_outputs": {"choice": ["a"]}}},
             {"tools": [LOOK], "tool_choice": "required"},
         ):
             with pytest.raises(openai.BadRequestError, match="this conversation is trained on"):

@@ -33,13 +33,17 @@ def test_whole_and_streamed_texts_end_before_the_first_stop_string(stops, cut):
     text = "".join(TEXTS)
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     sampling = Sampling(len(tokens), stop=stops)
-    ask = SimpleNamespace(skip_special_tokens=False, sampling=sampling)
+    ask = SimpleNamespace(skip_special_tokens=False, sampling=sampling, keep_stop=False)
     sample = Sample(Request((1,), ((0, 0),), sampling), 0, (0, 0), len(tokens))
     sample.take(tokens, [0.0] * len(tokens), 0, TOKENIZER.decode)
     whole = text_for_client(ask, TOKENIZER, sample.outcome)
     assert whole == text[:cut]
     for seed in range(10):
         assert streamed(ask, sample.outcome, seed) == whole
+    ask.keep_stop = True
+    kept = text_for_client(ask, TOKENIZER, sample.outcome)
+    assert kept == whole + next((s for s in stops if text[cut:].startswith(s)), "")
+    assert {streamed(ask, sample.outcome, seed) for seed in range(10)} == {kept}
 
 
 def test_what_may_be_a_stop_string_is_held_back():
@@ -57,7 +61,7 @@ def test_a_stream_costs_the_same_for_every_token():
             return TOKENIZER.decode(tokens, **options)
 
     sampling = Sampling(8000, stop=("no such thing",))
-    ask = SimpleNamespace(skip_special_tokens=True, sampling=sampling)
+    ask = SimpleNamespace(skip_special_tokens=True, sampling=sampling, keep_stop=False)
     stream, tokens = TextStream(Counting(), ask), TOKENIZER("".join(TEXTS))["input_ids"]
     pieces = [tokens[i : i + 8] for i in range(0, len(tokens), 8)] * 40
     text = "".join(stream.add(piece) for piece in pieces)

@@ -164,7 +164,7 @@ def test_prompts_as_texts_and_lists(client):
         ({"keys": [[1]]}, 400, "keys"),
         ({"seed": "a"}, 400, "seed"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty=0.5: is not supported"),
-        ({"echo": True}, 400, "echo=True"),
+        ({"suffix": "!"}, 400, "suffix='!': is not supported"),
         ({"temperatur": 1}, 400, "temperatur=1: is not a field"),
         ({"user": "me", "echo": False, "max_tokens": 1}, 200, ""),
     ],
