@@ -27,6 +27,7 @@ from jaxrl.rollout.server.errors import ApiError, parse_json
 from jaxrl.rollout.server.prometheus import Stopwatch
 from jaxrl.rollout.server.requests import SampleRequest
 from jaxrl.rollout.server.responses import ResponseBuilder, TextStream
+from jaxrl.rollout.server.responses_api import ResponseView
 from jaxrl.rollout.server.runs import RunningRequest, SamplePart
 from jaxrl.rollout.server.service import Control, Service
 from jaxrl.rollout.weights.incoming import Notice
@@ -58,6 +59,7 @@ class ApiRoutes:
             [
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions", self.completions),
+                web.post("/v1/responses", self.responses),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
                 web.post("/tokenize", self.tokenize),
@@ -71,6 +73,7 @@ class ApiRoutes:
                 # for programs that take an address and no headers
                 web.post("/sessions/{id}/v1/chat/completions", self.chat),
                 web.post("/sessions/{id}/v1/completions", self.completions),
+                web.post("/sessions/{id}/v1/responses", self.responses),
                 web.get("/sessions/{id}/v1/models", self.models),
                 web.get("/sessions/{id}/v1/models/{model:.+}", self.model),
             ]
@@ -116,20 +119,40 @@ class ApiRoutes:
         """Answer POST /v1/completions."""
         return await self._sample(request, chat=False)
 
-    async def _sample(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """Answer POST /v1/responses: a chat, told otherwise."""
+        view = ResponseView(parse_json(await request.read()))
+        try:
+            return await self._sample(request, chat=True, view=view)
+        except ValidationError as error:
+            raise view.renamed(invalid(error)) from error
+        except ApiError as error:
+            raise view.renamed(error) from error
+
+    async def _sample(
+        self, request: web.Request, *, chat: bool, view: ResponseView | None = None
+    ) -> web.StreamResponse:
+        """Sample what a request asks for, and answer it.
+
+        Args:
+            view: shows the chat; None = as it is.
+        """
         stream: web.StreamResponse | None = None
         seconds, watch = self.service.limits.request_seconds, Stopwatch(self.service.measures)
         try:
             async with asyncio.timeout(seconds):
                 text = await request.read()
-                body, size = parse_json(text), len(text)
+                body, size = parse_json(text) if view is None else view.chat, len(text)
                 name = request.match_info.get("id", request.headers.get(SESSION_HEADER))
                 sample_request = await self.service.read(body, name, chat=chat, size=size)
                 async with self.service.running(sample_request) as run:
                     if not sample_request.stream:
-                        return await self._whole(run, watch)
+                        return await self._whole(run, watch, view)
                     stream = await _open_stream(request)
-                    await self._stream(run, stream, watch)
+                    if view is None:
+                        await self._stream(run, stream, watch)
+                    else:
+                        await self._stream_view(run, stream, watch, view)
         except TimeoutError:
             error = ApiError(504, f"not finished after {seconds:g} seconds", code="timeout")
         except ApiError as refused:
@@ -141,10 +164,17 @@ class ApiRoutes:
         if stream is None:
             raise error
         async with _patience(request):
-            await _send(stream, error.body)  # the status has been sent
+            # the status has been sent
+            await (
+                _send(stream, error.body)
+                if view is None
+                else _send_event(stream, view.error(error))
+            )
         return stream
 
-    async def _whole(self, run: RunningRequest, watch: Stopwatch) -> web.Response:
+    async def _whole(
+        self, run: RunningRequest, watch: Stopwatch, view: ResponseView | None
+    ) -> web.Response:
         sample_request, completions = run.request, {}
         scores = await self.service.scores(sample_request)
         async for part in run.parts():
@@ -155,6 +185,10 @@ class ApiRoutes:
         answer = self._answer(sample_request, scores)
         for number, completion in enumerate(ordered):
             await self._record(answer, number, completion)
+        if view is not None:
+            (completion,) = ordered
+            shown = await self.service.in_thread(view.whole, answer, completion)
+            return web.json_response(shown)
         if not sample_request.scores_prompts:
             return web.json_response(await self.service.in_thread(answer.whole, ordered))
         text = await self.service.in_thread_of(sample_request, _written, answer, ordered)
@@ -180,6 +214,28 @@ class ApiRoutes:
         if sample_request.include_usage:
             await _send(stream, answer.usage_piece(tokens))
         await stream.write(b"data: [DONE]\n\n")
+        await stream.write_eof()
+
+    async def _stream_view(
+        self, run: RunningRequest, stream: web.StreamResponse, watch: Stopwatch, view: ResponseView
+    ) -> None:
+        answer = self._answer(run.request, ())
+        text = TextStream(answer.tokenizer, run.request)
+        for event in view.opening(answer):
+            await _send_event(stream, event)
+        async for part in run.parts():
+            watch.tokens(len(part.new.tokens))
+            whole = part.whole
+            if whole is not None:
+                await self._record(answer, part.sample, whole)
+            if answer.in_parts:
+                new = "" if whole is None else answer.message(part.sample, whole)["content"]
+            else:
+                new = text.add(part.new.tokens) if whole is None else text.finish(whole)
+            if new:
+                await _send_event(stream, view.piece(answer, new))
+            for event in () if whole is None else view.ending(answer, whole):
+                await _send_event(stream, event)
         await stream.write_eof()
 
     async def _record(self, answer: ResponseBuilder, number: int, completion: Completion) -> None:
@@ -400,6 +456,11 @@ async def _open_stream(request: web.Request) -> web.StreamResponse:
 
 async def _send(stream: web.StreamResponse, body: dict[str, Any]) -> None:
     await stream.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+
+
+async def _send_event(stream: web.StreamResponse, event: dict[str, Any]) -> None:
+    await stream.write(f"event: {event['type']}\n".encode())
+    await _send(stream, event)
 
 
 @contextlib.asynccontextmanager

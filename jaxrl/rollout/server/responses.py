@@ -122,6 +122,11 @@ class ResponseBuilder:
         return {**self._head, "object": kind, "choices": choices, "usage": usage}
 
     @property
+    def created(self) -> int:
+        """Return when it was asked for, in seconds of Unix time."""
+        return int(self._head["created"])
+
+    @property
     def in_parts(self) -> bool:
         """Return whether an answer is read as a whole: its thoughts, its calls, its content."""
         return self.request.chat and self.answer_format is not None

@@ -343,6 +343,12 @@ def test_completions_keep_to_structured_outputs_too(client):
     assert answer.choices[0].text in ("yes", "no")
 
 
+def test_responses_keep_to_their_schema(client):
+    wanted = {"type": "json_schema", "name": "x", "strict": True, "schema": {"enum": [1, 24]}}
+    settings = {"model": "org/policy", "input": "a", "text": {"format": wanted}}
+    assert client.responses.create(**settings, max_output_tokens=9).output_text in ("1", "24")
+
+
 def test_text_is_no_grammar(client):
     free = ask(client, max_tokens=5).choices[0].token_ids
     text = ask(client, max_tokens=5, response_format={"type": "text"}).choices[0].token_ids
