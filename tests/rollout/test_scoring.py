@@ -1,6 +1,7 @@
 """The log-probs that an engine tells of a prompt's own tokens, against the model's forward."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from jaxrl.models.transformer import init_params
 from jaxrl.parallel import make_mesh
+from jaxrl.rollout.native.balancer import Balancer
 from jaxrl.rollout.native.engine import NativeEngine
 from tests.models.test_recurrence import DELTA
 from tests.models.test_transformer import logits_of
@@ -85,6 +87,34 @@ def test_weights_that_come_in_the_middle_score_the_whole_prompt():
     scorer._weights = weights
     assert_scored(engine.score(row), config, new, row)
     assert len(begun) == 6
+
+
+def test_nobody_waits_while_the_program_is_compiled():
+    config, row = CONFIGS["llama"], PROMPT.tolist()
+    engine = NativeEngine(config, make_mesh(devices=jax.devices()[:1]), max_num_seqs=2)
+    engine.update_weights(random_params(config), 0)
+    real, begun, done = engine.programs.functions, threading.Event(), threading.Event()
+
+    class Slow:
+        def lower(self, *given):
+            begun.set()
+            assert done.wait(60)
+            return real.score.lower(*given)
+
+    engine.programs.functions = real._replace(score=Slow())
+    with ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(engine.score, row)
+        assert begun.wait(60)
+        engine.generate([request([3, 1, 4], 1)])
+        done.set()
+        assert_scored(scored.result(), config, random_params(config), row)
+
+
+def test_several_engines_score_as_one():
+    engine, row = engine_of("llama"), PROMPT.tolist()
+    balancer = Balancer([engine])
+    assert balancer.scores
+    assert (balancer.score(row).log_probs == engine.score(row).log_probs).all()
 
 
 def test_an_engine_without_weights_says_so():
