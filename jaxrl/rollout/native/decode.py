@@ -56,7 +56,7 @@ from jaxrl.parallel.rules import Placement
 from jaxrl.rollout.native.kv_cache import Cache, copy_pages, write_and_attend, write_routes
 from jaxrl.rollout.native.sampling import adjust, assign, sample, top_tokens, uniforms
 from jaxrl.rollout.native.states import Places, States, copy_states, kept_recurrence
-from jaxrl.rollout.protocol import PromptScores, Sampling
+from jaxrl.rollout.protocol import Sampling
 from jaxrl.rollout.weights.groups import NOT_CAST, STACKED
 from jaxrl.types import Array
 
@@ -566,8 +566,8 @@ def score(
     targets: Array,
     places: Places | None,
     **settings: Any,
-) -> tuple[PromptScores, Cache]:
-    """Return how likely `targets` [B, T] are behind their places, and the cache.
+) -> tuple[tuple[Array, ...], Cache]:
+    """Return the fields of `PromptScores` for `targets` [B, T], behind their places; and the cache.
 
     Args:
         tokens, table, first, count, places, settings: of `run_layers`.
@@ -581,7 +581,7 @@ def score(
     ids = top_ids(log_probs, MOST_ALTERNATIVES)
     best = jnp.take_along_axis(log_probs, ids, axis=-1)
     ranks = 1 + (log_probs > own).sum(axis=-1)
-    return PromptScores(own[..., 0], ranks, ids, best), cache
+    return (own[..., 0], ranks, ids, best), cache
 
 
 def run_layers(

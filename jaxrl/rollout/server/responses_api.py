@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from jaxrl.rollout.protocol import Completion
-from jaxrl.rollout.server.bodies import Body, JsonSchema, Messages, NotEmpty, Part, Positive
+from jaxrl.rollout.server.bodies import Body, Messages, NotEmpty, Part, Positive
 from jaxrl.rollout.server.errors import ApiError
 from jaxrl.rollout.server.responses import ResponseBuilder
 
@@ -42,10 +42,13 @@ def _as_messages(given: Any) -> Any:
     return [{k: v for k, v in x.items() if k in ("role", "content")} for x in given]
 
 
-class TextFormat(JsonSchema):
-    """Describe what the text of an answer must be."""
+class TextFormat(Part):
+    """Describe what the text of an answer must be; see `bodies.JsonSchema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str = ""
+    strict: bool = True
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
@@ -103,10 +106,11 @@ class ResponseView:
             "stream": body.stream,
             "reasoning_effort": body.reasoning.effort,
         }
-        if form.type != "text":
-            chat["response_format"] = {"type": form.type}
         if form.type == "json_schema":
-            chat["response_format"]["json_schema"] = {"name": form.name, "schema": form.schema_}
+            schema = {"name": form.name, "schema": form.schema_}
+            chat["response_format"] = {"type": form.type, "json_schema": schema}
+        elif form.type == "json_object":
+            chat["response_format"] = {"type": form.type}
         return chat
 
     def renamed(self, error: ApiError) -> ApiError:
