@@ -357,8 +357,8 @@ def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
         raise BadRow("the prompt is null")
     if not isinstance(row.get("env_class"), str | None):
         raise BadRow(f"env_class is not a string: {row['env_class']!r}")
-    spec = row.get("reward_spec")
-    truth = spec.get("ground_truth") if isinstance(spec, dict) else None
-    if isinstance(truth, float) and math.isnan(truth):  # how pandas says that there is none
-        row["reward_spec"] = {**spec, "ground_truth": None}
+    if isinstance(spec := row.get("reward_spec"), dict):
+        truth = spec.get("ground_truth")
+        if isinstance(truth, float) and math.isnan(truth):  # how pandas says that there is none
+            row = {**row, "reward_spec": {**spec, "ground_truth": None}}
     return {**row, "prompt": messages_of(row["prompt"], "prompt")}
