@@ -253,7 +253,7 @@ def test_ctrl_c_while_a_save_begins_leaves_nothing_behind_that_goes_on(
     """What has not begun is told to nobody; what has is, once it is whole."""
     checkpointer, committed, threads = Checkpointer(str(tmp_path)), [], []
     checkpointer.on_commit = committed.append
-    save = checkpointer.manager.save
+    save = checkpointer.files.manager.save
 
     def slow(*args, **kwargs):
         threads.append(threading.current_thread())
@@ -263,7 +263,7 @@ def test_ctrl_c_while_a_save_begins_leaves_nothing_behind_that_goes_on(
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(checkpointer.manager, "save", slow)
+    monkeypatch.setattr(checkpointer.files.manager, "save", slow)
     with pytest.raises(KeyboardInterrupt):
         checkpointer.save(1, SMALL, META)
     assert not threads[0].is_alive()
