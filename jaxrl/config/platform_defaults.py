@@ -81,8 +81,8 @@ def settle_evaluation(
     batch = config.trainer.eval_batch_size
     chosen = min(prompts, batch)
     if source:
-        chosen = fields.get(cfg.EVAL_PROMPTS, AUTO)
-        chosen = fields["trainer.eval_batch_size"] if chosen in (AUTO, None) else chosen
+        recorded_room = fields.get(cfg.EVAL_PROMPTS, AUTO), fields["trainer.eval_batch_size"], batch
+        chosen = next(room for room in recorded_room if room not in (AUTO, None))
     return Settled(cfg.apply_overrides(config, {cfg.EVAL_PROMPTS: chosen}), [])
 
 

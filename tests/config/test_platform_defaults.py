@@ -238,6 +238,7 @@ ROOM = "generator.inference_engine.eval_prompts_at_once"
         # a version without the field had rows for a batch of 1024, also where nothing was evaluated
         (80, {ROOM: "auto"}, 1024),
         (0, {ROOM: None}, 1024),
+        (0, {ROOM: None, "trainer.eval_batch_size": "auto"}, 1024),  # of a config with few fields
     ],
 )
 def test_a_run_keeps_the_room_for_evaluation_that_it_began_with(
