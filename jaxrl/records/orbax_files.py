@@ -94,11 +94,11 @@ class StepFiles:
         return list(self.manager.all_steps())
 
     def reload(self) -> None:
-        """Look again which steps there are."""
+        """Look again in the folder which steps are committed there."""
         self.manager.reload()
 
     def delete(self, step: int) -> None:
-        """Remove a step."""
+        """Remove all that was saved of a step, from the disk, too."""
         self.manager.delete(step)
 
     def restore(self, step: int, name: str, abstract: Any = None, *, partial: bool = False) -> Any:
